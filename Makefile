@@ -1,0 +1,100 @@
+# From a fresh clone to a running job, the tests and the checks. Compiling is csrc/Makefile's business.
+#
+#   make demo  [ARGS="--steps 50"] [NPROC=2]   fine-tunes a small model on NPROC processes
+#   make test  [PYTEST="-k store"]             C++ unit tests (plain, ASan + UBSan, TSan), then pytest
+#   make bench [ARGS=...]                      our figures beside those of gloo and of the raw link
+#   make native                                compiles what changed (`make unit`: and runs the C++ unit tests)
+#   make lint | format | clean | distclean
+#
+# Variables: PYTHON (makes the environment), VENV (its folder; may be one that exists), CXX, TORCH (what pip installs as
+# torch, e.g. TORCH=torch==2.14.0; without it a torch that is there is kept, else the CPU build of 2.13.0).
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?=
+NPROC ?= 2
+ARGS ?=
+PYTEST ?=
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
+
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+bin := $(VENV)/bin
+pip := $(bin)/python -m pip
+# As csrc/Makefile sees it, one folder below.
+native_python := $(if $(filter /%,$(VENV)),,../)$(bin)/python
+cpp_files = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
+
+.NOTPARALLEL:  # pip compiles too; the makes below are the parallel ones
+.PHONY: demo test bench native unit unit-sanitized lint format clean distclean torch system-for-build system-for-test
+.DEFAULT_GOAL := demo
+
+# ---- what people call ----
+
+demo: $(VENV)/installed-demo native
+	$(bin)/torchrun --nproc-per-node=$(NPROC) examples/finetune.py $(ARGS)
+
+test: $(VENV)/installed-demo $(VENV)/installed-test native unit unit-sanitized
+	$(bin)/python -m pytest $(PYTEST)
+
+bench: $(VENV)/installed-test native
+	$(bin)/python benchmarks/stream.py $(ARGS)
+	$(bin)/python benchmarks/allreduce.py $(ARGS)
+
+lint: $(VENV)/installed-dev
+	$(bin)/clang-format --dry-run -Werror $(cpp_files)
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+
+format: $(VENV)/installed-dev
+	$(bin)/clang-format -i $(cpp_files)
+	$(bin)/ruff check --fix --exit-zero .
+	$(bin)/ruff format .
+
+clean:
+	rm -rf build dist *.egg-info torch_iroh/lib torch_iroh/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean
+	rm -rf .venv
+
+# ---- native code ----
+
+# Needs the environment only for its torch. After pip has built once, this compiles what changed since.
+native: $(VENV)/installed-torch
+	$(MAKE) -C csrc -j$(JOBS) modules PYTHON="$(native_python)" WERROR=
+
+unit: system-for-test
+	$(MAKE) -C csrc -j$(JOBS) unit
+	build/native/unit
+
+# TSan of GCC 12 cannot place its shadow memory under the address randomisation of newer kernels ("unexpected memory
+# mapping"): setarch -R turns that off, where it exists and a container allows it.
+unit-sanitized: system-for-test
+	$(MAKE) -C csrc -j$(JOBS) unit SANITIZE=address,undefined
+	UBSAN_OPTIONS=print_stacktrace=1 build/native-address-undefined/unit
+	$(MAKE) -C csrc -j$(JOBS) unit SANITIZE=thread
+	fixed="setarch $$(uname -m) -R"; $$fixed true 2>/dev/null || fixed=; $$fixed build/native-thread/unit
+
+# ---- the environment: each file below stands for a step that was done ----
+
+system-for-build:
+	@CXX="$(CXX)" scripts/check-system.sh "$(PYTHON)" build
+
+system-for-test:
+	@CXX="$(CXX)" scripts/check-system.sh "$(PYTHON)" test
+
+$(bin)/python: | system-for-build
+	"$(PYTHON)" -m venv $(VENV)
+
+# Asked every time TORCH is named, else once.
+$(VENV)/installed-torch: $(if $(TORCH),torch) | $(bin)/python
+	scripts/install-torch.sh $(bin)/python "$(TORCH)"
+	$(pip) install -q 'setuptools>=77'
+	touch $@
+
+$(VENV)/installed-%: $(VENV)/installed-torch pyproject.toml setup.py
+	$(pip) install --no-build-isolation -e '.[$*]'
+	touch $@

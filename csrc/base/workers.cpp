@@ -1,0 +1,125 @@
+#include "base/workers.hpp"
+
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "base/log.hpp"
+
+namespace torch_iroh {
+
+Workers::Workers(int threads) {
+  threads_.reserve(static_cast<std::size_t>(threads));
+  for (int i = 0; i < threads; ++i) threads_.emplace_back([this] { run(); });
+}
+
+Workers::~Workers() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+    timers_.clear();
+    timer_times_.clear();
+  }
+  wake_.notify_all();
+  for (auto& thread : threads_) thread.join();
+}
+
+void Workers::post(Task task) {
+  {
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+  }
+  wake_.notify_one();
+}
+
+Workers::TimerId Workers::at(TimePoint when, Task task) {
+  TimerId id = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    id = next_timer_++;
+    timers_.emplace(std::pair(when, id), std::move(task));
+    timer_times_.emplace(id, when);
+  }
+  wake_.notify_one();
+  return id;
+}
+
+bool Workers::cancel(TimerId id) {
+  Task dropped;  // destroyed after the lock: its captures may post
+  const std::lock_guard lock(mutex_);
+  const auto time = timer_times_.find(id);
+  if (time == timer_times_.end()) return false;
+  const auto timer = timers_.find(std::pair(time->second, id));
+  dropped = std::move(timer->second);
+  timers_.erase(timer);
+  timer_times_.erase(time);
+  return true;
+}
+
+void Workers::run() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    Task task;
+    if (!timers_.empty() && timers_.begin()->first.first <= Clock::now()) {
+      task = std::move(timers_.begin()->second);
+      timer_times_.erase(timers_.begin()->first.second);
+      timers_.erase(timers_.begin());
+    } else if (!tasks_.empty()) {
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    } else if (stopping_) {
+      return;
+    } else if (timers_.empty()) {
+      wake_.wait(lock);
+      continue;
+    } else {
+      wake_.wait_until(lock, timers_.begin()->first.first);
+      continue;
+    }
+    lock.unlock();
+    try {
+      task();
+      task = nullptr;
+    } catch (const std::exception& error) {
+      // Nobody waits for a task's result; whoever depends on its effect has a deadline.
+      log(LogLevel::error, std::string("a background task failed: ") + error.what());
+    }
+    lock.lock();
+  }
+}
+
+Workers& workers() {
+  static Workers* shared = new Workers(2);
+  return *shared;
+}
+
+void Strand::post(Task task) {
+  {
+    const std::lock_guard lock(mutex_);
+    tasks_.push_back(std::move(task));
+    if (running_) return;
+    running_ = true;
+  }
+  workers_.post([self = shared_from_this()] { self->drain(); });
+}
+
+void Strand::drain() {
+  // A bounded batch, so that one busy strand does not starve the others.
+  constexpr int kBatch = 16;
+  for (int i = 0; i < kBatch; ++i) {
+    Task task;
+    {
+      const std::lock_guard lock(mutex_);
+      if (tasks_.empty()) {
+        running_ = false;
+        return;
+      }
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    task();
+  }
+  workers_.post([self = shared_from_this()] { self->drain(); });
+}
+
+}  // namespace torch_iroh

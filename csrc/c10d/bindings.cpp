@@ -1,0 +1,157 @@
+// The Python module torch_iroh._C: the process group, its options, its statistics. Imported only when a group is made.
+#include <set>
+
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "c10d/process_group.hpp"
+#include "iroh/library.hpp"
+
+namespace py = pybind11;
+
+namespace torch_iroh::c10d_backend {
+namespace {
+
+using IrohOptionsPtr = c10::intrusive_ptr<IrohOptions>;
+
+IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, std::optional<std::int64_t> chunk_bytes,
+                            std::optional<std::string> algorithm, std::optional<std::string> connect,
+                            std::optional<std::int64_t> streams, IrohOptions::Seconds peer_timeout,
+                            IrohOptions::Seconds heartbeat, IrohOptions::Seconds connect_timeout,
+                            std::optional<std::string> bind) {
+  auto options = c10::make_intrusive<IrohOptions>();
+  if (timeout) options->timeout = *timeout;
+  options->chunk_bytes = chunk_bytes;
+  options->algorithm = std::move(algorithm);
+  options->connect = std::move(connect);
+  options->streams = streams;
+  options->peer_timeout = peer_timeout;
+  options->heartbeat = heartbeat;
+  options->connect_timeout = connect_timeout;
+  options->bind = std::move(bind);
+  // Wrong values are refused here, where the user's line is in the traceback.
+  options->resolved_chunk_bytes();
+  options->resolved_algorithm();
+  options->resolved_eager();
+  options->resolved_node_options();
+  return options;
+}
+
+template <typename T>
+std::string shown(const char* name, const std::optional<T>& value) {
+  if (!value) return "";
+  return std::string(", ") + name + "=" + py::repr(py::cast(*value)).template cast<std::string>();
+}
+
+std::string repr(const IrohOptions& options) {
+  std::string text = shown("chunk_bytes", options.chunk_bytes) + shown("algorithm", options.algorithm) +
+                     shown("connect", options.connect) + shown("streams", options.streams) +
+                     shown("peer_timeout", options.peer_timeout) + shown("heartbeat", options.heartbeat) +
+                     shown("connect_timeout", options.connect_timeout) + shown("bind", options.bind);
+  return "torch_iroh.Options(" + (text.empty() ? text : text.substr(2)) + ")";
+}
+
+py::dict to_dict(const collective::GroupStats& stats) {
+  py::list peers;
+  for (const auto& peer : stats.peers) {
+    py::dict one;
+    one["rank"] = peer.rank;
+    one["endpoint_id"] = peer.endpoint_id;
+    one["path"] = peer.path;
+    one["rtt_ms"] = peer.rtt_ms;
+    one["bytes_sent"] = peer.sent_bytes;
+    one["bytes_received"] = peer.received_bytes;
+    peers.append(one);
+  }
+  py::dict all;
+  all["collectives"] = stats.collectives;
+  all["busy_seconds"] = stats.busy_seconds;
+  all["peers"] = peers;
+  return all;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  py::module_::import("torch._C._distributed_c10d");  // registers the base classes
+  module.attr("built_for_torch") = TORCH_IROH_BUILT_FOR_TORCH;
+
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const Error& error) {
+      py::set_error(error.kind() == ErrorKind::invalid ? PyExc_ValueError : PyExc_RuntimeError, error.what());
+    }
+  });
+
+  py::class_<IrohOptions, ::c10d::Backend::Options, IrohOptionsPtr>(module, "Options", R"(
+Options of backend "iroh", for ``dist.init_process_group("iroh", pg_options=...)`` and ``dist.new_group``.
+
+All are keyword-only and optional. What is not set is taken from the environment variable ``TORCH_IROH_<NAME>``
+(upper case), then from the default. ValueError: a value out of range; the text says what is allowed.
+
+Of this group:
+    chunk_bytes (int): size in bytes of the pieces that pipeline a collective; default 262144. The smallest value of
+        all ranks counts.
+    algorithm (str): "auto" (default), "ring" or "direct"; equal on all ranks.
+    connect (str): "lazy" (default) connects two ranks on their first exchange, "eager" all pairs at once.
+
+Of this process; the first group decides, later groups must leave them unset or equal:
+    streams (int): data streams per peer, 1 to 64; default 4.
+    peer_timeout (float): seconds of silence after which a peer is dead; default 3.
+    heartbeat (float): seconds between signs of life; default 0.5, at most half of peer_timeout.
+    connect_timeout (float): seconds to reach a peer; default 10.
+    bind (str): "ip:port" to listen on, e.g. "127.0.0.1:0"; default: every interface, any port.
+
+The group's timeout is ``init_process_group``'s ``timeout`` argument.
+)")
+      .def(py::init([](const py::kwargs& kwargs) {
+        static const std::set<std::string> known = {"chunk_bytes",  "algorithm", "connect",         "streams",
+                                                    "peer_timeout", "heartbeat", "connect_timeout", "bind"};
+        for (const auto& [key, value] : kwargs) {
+          const auto name = key.cast<std::string>();
+          if (known.contains(name)) continue;
+          std::string all;
+          for (const auto& one : known) all += (all.empty() ? "" : ", ") + one;
+          throw py::type_error("torch_iroh.Options has no option '" + name + "'; it has: " + all);
+        }
+        const auto get = [&]<typename T>(const char* name, std::optional<T> none) {
+          return kwargs.contains(name) ? kwargs[name].cast<std::optional<T>>() : none;
+        };
+        return make_options(std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
+                            get("algorithm", std::optional<std::string>()),
+                            get("connect", std::optional<std::string>()), get("streams", std::optional<std::int64_t>()),
+                            get("peer_timeout", std::optional<double>()), get("heartbeat", std::optional<double>()),
+                            get("connect_timeout", std::optional<double>()), get("bind", std::optional<std::string>()));
+      }))
+      .def_readonly("chunk_bytes", &IrohOptions::chunk_bytes)
+      .def_readonly("algorithm", &IrohOptions::algorithm)
+      .def_readonly("connect", &IrohOptions::connect)
+      .def_readonly("streams", &IrohOptions::streams)
+      .def_readonly("peer_timeout", &IrohOptions::peer_timeout)
+      .def_readonly("heartbeat", &IrohOptions::heartbeat)
+      .def_readonly("connect_timeout", &IrohOptions::connect_timeout)
+      .def_readonly("bind", &IrohOptions::bind)
+      .def("__copy__", [](const IrohOptions& self) { return c10::make_intrusive<IrohOptions>(self); })
+      .def("__deepcopy__",
+           [](const IrohOptions& self, const py::dict&) { return c10::make_intrusive<IrohOptions>(self); })
+      .def("__repr__", &repr);
+
+  py::class_<ProcessGroupIroh, ::c10d::Backend, c10::intrusive_ptr<ProcessGroupIroh>>(module, "ProcessGroupIroh")
+      .def(py::init<const c10::intrusive_ptr<::c10d::Store>&, int, int, IrohOptionsPtr>(), py::arg("store"),
+           py::arg("rank"), py::arg("size"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", [](ProcessGroupIroh& self) { return self.getBackendOptions(); })
+      .def("_set_default_timeout", &ProcessGroupIroh::setTimeout, py::arg("timeout"))
+      .def("stats", [](const ProcessGroupIroh& self) {
+        const auto stats = [&] {
+          const py::gil_scoped_release release;
+          return self.stats();
+        }();
+        return to_dict(stats);
+      });
+
+  module.def("open_library", &iroh::Library::open, py::arg("path"), py::arg("installed_version"));
+}
+
+}  // namespace torch_iroh::c10d_backend

@@ -1,0 +1,104 @@
+#include "c10d/options.hpp"
+
+#include <cmath>
+#include <cstdlib>
+
+#include "link/frame.hpp"
+
+namespace torch_iroh::c10d_backend {
+namespace {
+
+std::optional<std::string> environment(const char* name) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return std::nullopt;
+  return text;
+}
+
+[[noreturn]] void refuse(const std::string& what, const std::string& given, const std::string& allowed) {
+  throw Error(ErrorKind::invalid, "torch-iroh option " + what + " is " + given + "; allowed: " + allowed);
+}
+
+std::optional<std::string> text_option(const std::optional<std::string>& set, const char* variable) {
+  return set ? set : environment(variable);
+}
+
+std::optional<double> number_option(const std::optional<double>& set, const char* variable) {
+  if (set) return set;
+  const auto text = environment(variable);
+  if (!text) return std::nullopt;
+  char* end = nullptr;
+  const double value = std::strtod(text->c_str(), &end);
+  if (end == text->c_str() || *end != '\0') refuse(variable, "'" + *text + "'", "a number");
+  return value;
+}
+
+std::optional<double> as_double(const std::optional<std::int64_t>& value) {
+  if (!value) return std::nullopt;
+  return static_cast<double>(*value);
+}
+
+void within(const char* name, double value, double low, double high, const char* unit) {
+  if (value >= low && value <= high) return;
+  const auto text = [](double number) {
+    std::string digits = std::to_string(number);
+    digits.erase(digits.find_last_not_of('0') + 1);
+    if (digits.back() == '.') digits.pop_back();
+    return digits;
+  };
+  refuse(name, text(value), text(low) + " to " + text(high) + unit);
+}
+
+Duration seconds(double value) {
+  return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(value));
+}
+
+}  // namespace
+
+std::uint32_t IrohOptions::resolved_chunk_bytes() const {
+  const double value = number_option(as_double(chunk_bytes), "TORCH_IROH_CHUNK_BYTES").value_or(256 << 10);
+  within("chunk_bytes", value, 1024, link::kMaxFrameBytes, " bytes");
+  // A whole number of every dtype's elements.
+  return static_cast<std::uint32_t>(value) & ~std::uint32_t{63};
+}
+
+std::optional<collective::Algorithm> IrohOptions::resolved_algorithm() const {
+  const std::string name = text_option(algorithm, "TORCH_IROH_ALGORITHM").value_or("auto");
+  if (name == "ring") return collective::Algorithm::ring;
+  if (name == "direct") return collective::Algorithm::direct;
+  if (name != "auto") refuse("algorithm", "'" + name + "'", "'auto', 'ring', 'direct'");
+  return std::nullopt;
+}
+
+bool IrohOptions::resolved_eager() const {
+  const std::string name = text_option(connect, "TORCH_IROH_CONNECT").value_or("lazy");
+  if (name != "lazy" && name != "eager") refuse("connect", "'" + name + "'", "'lazy', 'eager'");
+  return name == "eager";
+}
+
+link::NodeOptions IrohOptions::resolved_node_options() const {
+  link::NodeOptions options = link::Node::running_options().value_or(link::NodeOptions{});
+  if (const auto value = number_option(as_double(streams), "TORCH_IROH_STREAMS")) {
+    within("streams", *value, 1, link::HelloBody::kMaxLanes - 1, "");
+    options.link.streams = static_cast<int>(*value);
+  }
+  if (const auto value = number_option(peer_timeout, "TORCH_IROH_PEER_TIMEOUT")) {
+    within("peer_timeout", *value, 0.2, 3600, " seconds");
+    options.link.peer_timeout = seconds(*value);
+  }
+  if (const auto value = number_option(heartbeat, "TORCH_IROH_HEARTBEAT")) {
+    within("heartbeat", *value, 0.02, 1200, " seconds");
+    options.link.heartbeat = seconds(*value);
+  }
+  if (const auto value = number_option(connect_timeout, "TORCH_IROH_CONNECT_TIMEOUT")) {
+    within("connect_timeout", *value, 0.1, 3600, " seconds");
+    options.link.connect_timeout = seconds(*value);
+  }
+  if (options.link.heartbeat * 2 > options.link.peer_timeout) {
+    refuse("heartbeat", to_text(options.link.heartbeat),
+           "at most half of peer_timeout (" + to_text(options.link.peer_timeout) + ")");
+  }
+  if (auto value = text_option(bind, "TORCH_IROH_BIND")) options.bind_addr = std::move(*value);
+  return options;
+}
+
+}  // namespace torch_iroh::c10d_backend

@@ -1,0 +1,41 @@
+// What a user can set for a group of backend "iroh", and how it reaches the core. Unset fields take the environment
+// variable of the same name (TORCH_IROH_...), then the default.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "collective/schedule.hpp"
+#include "link/node.hpp"
+
+namespace torch_iroh::c10d_backend {
+
+struct IrohOptions final : ::c10d::Backend::Options {
+  using Seconds = std::optional<double>;
+
+  IrohOptions() : ::c10d::Backend::Options("iroh") {}
+
+  // Of this group.
+  std::optional<std::int64_t> chunk_bytes;  // default 256 KiB; the smallest of all ranks counts
+  std::optional<std::string> algorithm;     // "auto" (default), "ring", "direct"
+  std::optional<std::string> connect;       // "lazy" (default): on first use; "eager": all peers at once
+  // Of this process: the first group decides.
+  std::optional<std::int64_t> streams;  // data streams per peer, default 4
+  Seconds peer_timeout;                 // silence after which a peer is dead, default 3
+  Seconds heartbeat;                    // default 0.5
+  Seconds connect_timeout;              // default 10
+  std::optional<std::string> bind;      // "ip:port", default: every interface, any port
+
+  // What holds in the end. Throw Error(invalid) naming the option and what is allowed.
+  std::uint32_t resolved_chunk_bytes() const;
+  std::optional<collective::Algorithm> resolved_algorithm() const;
+  bool resolved_eager() const;
+  // Values that nobody set are those of the node that already runs, if one does.
+  link::NodeOptions resolved_node_options() const;
+};
+
+}  // namespace torch_iroh::c10d_backend

@@ -1,0 +1,94 @@
+#include "c10d/work.hpp"
+
+#include <c10/util/Exception.h>
+
+namespace torch_iroh::c10d_backend {
+namespace {
+
+// One thread, because a callback that waits for the GIL must not hold up heartbeats or other groups' data.
+Workers& completions() {
+  static Workers* shared = new Workers(1);
+  return *shared;
+}
+
+}  // namespace
+
+std::exception_ptr to_torch(const Error& error) {
+  const c10::SourceLocation where{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)};
+  if (error.kind() == ErrorKind::invalid) return std::make_exception_ptr(c10::ValueError(where, error.what()));
+  return std::make_exception_ptr(c10::DistBackendError(where, error.what()));
+}
+
+IrohWork::IrohWork(int rank, Description description)
+    : ::c10d::Work(rank, description.type, description.title, description.inputs),
+      description_(std::move(description)) {
+  if (!description_.value_type) {
+    description_.value_type = c10::ListType::create(c10::TensorType::get());
+    description_.value = c10::IValue(description_.outputs);
+  }
+  future_ = c10::make_intrusive<c10::ivalue::Future>(description_.value_type);
+}
+
+void IrohWork::finish_from_core(const Error* error, int source) {
+  source_ = source;
+  const std::exception_ptr failed = error == nullptr ? nullptr : to_torch(*error);
+  const bool copies = !failed && description_.after;
+  if (!copies) finish_now(failed);
+  completions().post([self = c10::intrusive_ptr<IrohWork>::reclaim_copy(this), failed, copies]() mutable {
+    std::exception_ptr outcome = failed;
+    if (copies) {
+      try {
+        self->description_.after();
+      } catch (...) {
+        outcome = std::current_exception();
+      }
+      self->finish_now(outcome);
+    }
+    self->complete_future(outcome);
+  });
+}
+
+void IrohWork::finish_now(const std::exception_ptr& failed) {
+  finish(failed);
+}
+
+void IrohWork::complete_future(const std::exception_ptr& failed) {
+  if (failed) {
+    future_->setError(failed);
+  } else {
+    future_->markCompleted(description_.value);
+  }
+  description_.after = nullptr;
+  description_.inputs.clear();
+}
+
+bool IrohWork::wait(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  const auto done = [this] { return completed_; };
+  if (timeout == kNoTimeout) {
+    cv_.wait(lock, done);  // the core ends every operation by its own deadline
+  } else if (!cv_.wait_for(lock, timeout, done)) {
+    lock.unlock();
+    const std::string title = description_.title == nullptr ? "operation" : description_.title;
+    const std::string text = "rank " + std::to_string(rank_) + ": " + title + " #" +
+                             std::to_string(description_.sequence) + ": wait(" + to_text(timeout) + ") timed out";
+    description_.give_up(text);
+    std::rethrow_exception(to_torch(Error(ErrorKind::timeout, text)));
+  }
+  if (exception_) std::rethrow_exception(exception_);
+  return true;
+}
+
+void IrohWork::abort() {
+  description_.give_up("an operation was aborted on rank " + std::to_string(rank_));
+}
+
+std::vector<at::Tensor> IrohWork::result() {
+  return description_.outputs;
+}
+
+int IrohWork::sourceRank() const {
+  return source_;
+}
+
+}  // namespace torch_iroh::c10d_backend

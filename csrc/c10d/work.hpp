@@ -1,0 +1,59 @@
+// The handle that torch gives to whoever issued an operation. Finished by the core on a worker thread; futures and
+// callbacks (which may need the GIL) run on one thread of their own.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "base/error.hpp"
+#include "base/time.hpp"
+#include "base/workers.hpp"
+
+namespace torch_iroh::c10d_backend {
+
+// The exception torch users expect for a failure of the core.
+std::exception_ptr to_torch(const Error& error);
+
+class IrohWork final : public ::c10d::Work {
+ public:
+  struct Description {
+    ::c10d::OpType type = ::c10d::OpType::UNKNOWN;
+    const char* title = nullptr;      // "iroh:all_reduce"
+    std::vector<at::Tensor> inputs;   // for the profiler
+    std::vector<at::Tensor> outputs;  // result()
+    c10::IValue value;                // of the future; default: the outputs
+    c10::TypePtr value_type;          // default: list of tensors
+    std::uint64_t sequence = 0;
+    std::chrono::milliseconds timeout{};
+    std::function<void()> after;                      // copies flat memory back before anyone sees the result
+    std::function<void(const std::string&)> give_up;  // breaks the group
+  };
+
+  IrohWork(int rank, Description description);
+
+  void set_sequence(std::uint64_t sequence) { description_.sequence = sequence; }
+  // Once, from a worker thread.
+  void finish_from_core(const Error* error, int source = -1);
+
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override {}
+  void abort() override;
+  std::vector<at::Tensor> result() override;
+  int sourceRank() const override;
+  std::uint64_t getSequencenumber() const override { return description_.sequence; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  void finish_now(const std::exception_ptr& failed);
+  void complete_future(const std::exception_ptr& failed);
+
+  Description description_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  int source_ = -1;
+};
+
+}  // namespace torch_iroh::c10d_backend

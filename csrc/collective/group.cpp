@@ -1,0 +1,509 @@
+#include "collective/group.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/log.hpp"
+#include "collective/planner.hpp"
+
+namespace torch_iroh::collective {
+namespace {
+
+// What one rank may send to another ahead of its announcement: enough for small operations to need no round trip.
+constexpr std::uint64_t kAllowance = 1 << 20;
+// Chunks of a foreign operation overtake its announcement by less than this, or something else is wrong.
+constexpr Duration kNameFollows = milliseconds(1000);
+// So many finished operations are remembered, to compare late announcements with.
+constexpr std::size_t kHistory = 256;
+constexpr Duration kFinishGrace = milliseconds(500);
+constexpr Duration kLinger = milliseconds(60000);
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  return text;
+}
+
+}  // namespace
+
+std::shared_ptr<Group> Group::make(std::shared_ptr<transport::Transport> transport, const GroupOptions& options) {
+  std::shared_ptr<Group> group(new Group(std::move(transport), options));
+  group->transport_->start(*group);
+  return group;
+}
+
+Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions& options)
+    : transport_(std::move(transport)),
+      options_(options),
+      rank_(transport_->rank()),
+      world_(transport_->world()),
+      strand_(std::make_shared<Strand>(workers())),
+      peers_(static_cast<std::size_t>(world_)) {
+  PointToPoint::Group hooks;
+  hooks.tell = [this](int peer, const Message& message) { transport_->send_control(peer, encode(message)); };
+  hooks.transmit = [this](int peer, const transport::Tag& tag, std::span<const std::byte> bytes,
+                          std::function<void()> sent) {
+    transmit(peer, tag, bytes, [weak = weak_from_this(), sent = std::move(sent)](Result<Nothing> result) {
+      const auto self = weak.lock();
+      if (self && result.ok()) self->post(sent);
+    });
+  };
+  hooks.fail = [this](const Error& cause) { fail(cause, true); };
+  hooks.chunk_bytes = options_.chunk_bytes;
+  point_to_point_ = std::make_unique<PointToPoint>(world_, std::move(hooks));
+}
+
+Group::~Group() {
+  transport_->close({});
+}
+
+void Group::post(Task task) {
+  // A group that is being destroyed has nobody left to tell.
+  if (auto self = weak_from_this().lock()) strand_->post([self, task = std::move(task)] { task(); });
+}
+
+std::uint64_t Group::submit(CollectiveCall call) {
+  const TimePoint deadline = after(Clock::now(), call.timeout);
+  const std::lock_guard lock(submit_mutex_);
+  const std::uint64_t sequence = submitted_++;
+  count_in_flight(1);
+  auto queued = std::make_shared<Queued>(Queued{sequence, std::move(call), deadline});
+  post([this, queued] {
+    queue_.push_back(std::move(*queued));
+    advance();
+  });
+  return sequence;
+}
+
+PointToPointCall Group::counted(PointToPointCall call) {
+  count_in_flight(1);
+  call.done = [this, done = std::move(call.done)](const Error* error, int source) {
+    count_in_flight(-1);
+    done(error, source);
+  };
+  return call;
+}
+
+void Group::send(PointToPointCall call) {
+  post([this, call = counted(std::move(call))]() mutable {
+    if (const auto failed = failure()) {
+      const Error error = explain(*failed, "send");
+      return call.done(&error, -1);
+    }
+    if (const auto& lost = peers_[static_cast<std::size_t>(call.peer)].lost) {
+      const Error error(lost->kind(), "rank " + std::to_string(call.peer) + " is gone: " + lost->what());
+      call.done(&error, -1);
+      return fail(error, true);
+    }
+    point_to_point_->send(std::move(call));
+    watch_deadlines();
+  });
+}
+
+void Group::recv(PointToPointCall call) {
+  post([this, call = counted(std::move(call))]() mutable {
+    if (const auto failed = failure()) {
+      const Error error = explain(*failed, "recv");
+      return call.done(&error, -1);
+    }
+    const int peer = call.peer;
+    if (peer >= 0) transport_->connect(peer);  // a peer that dies before its first word must be noticed
+    for (int i = 0; peer < 0 && i < world_; ++i) {
+      if (i != rank_) transport_->connect(i);
+    }
+    point_to_point_->recv(std::move(call));
+    if (peer >= 0 && point_to_point_->waits_for(peer)) {
+      if (const auto& lost = peers_[static_cast<std::size_t>(peer)].lost) {
+        return fail(Error(lost->kind(), "rank " + std::to_string(peer) + " is gone: " + lost->what()), true);
+      }
+    }
+    watch_deadlines();
+  });
+}
+
+void Group::connect_all() {
+  for (int i = 0; i < world_; ++i) {
+    if (i != rank_) transport_->connect(i);
+  }
+}
+
+// Ends what is finished and begins what is next, until there is something to wait for.
+void Group::advance() {
+  if (std::exchange(advancing_, true)) return;  // the outer call goes on
+  for (;;) {
+    if (current_ && current_->execution->finished()) {
+      end_current();
+    } else if (!current_ && !queue_.empty()) {
+      Queued next = std::move(queue_.front());
+      queue_.pop_front();
+      begin(std::move(next));
+    } else {
+      break;
+    }
+  }
+  advancing_ = false;
+}
+
+void Group::begin(Queued queued) {
+  CollectiveCall& call = queued.call;
+  Request& request = call.request;
+  request.rank = rank_;
+  request.world = world_;
+  if (const auto failed = failure()) {
+    const Error error = explain(*failed, title_of(queued.sequence, describe(call)));
+    count_in_flight(-1);
+    return call.done(&error);
+  }
+  request.algorithm = choose_algorithm(request, size_of(call.work.dtype), options_.algorithm);
+  const std::string description = describe(call);
+  const std::uint32_t signature = signature_of(description);
+  std::shared_ptr<Execution> execution;
+  try {
+    execution = std::make_shared<Execution>(
+        request, call.work, options_.chunk_bytes, queued.sequence, signature,
+        [this](int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()> sent) {
+          send_chunk(peer, tag, bytes, std::move(sent));
+        });
+  } catch (const std::exception& refused) {
+    // The others may have begun it already: the group cannot go on without this rank.
+    queue_.push_front(std::move(queued));
+    return fail(Error(ErrorKind::invalid, description + ": " + refused.what()), true);
+  }
+  current_.emplace(Running{queued.sequence, description, signature, queued.deadline, execution, std::move(call.done)});
+  watch_deadlines();
+  run([&] {
+    Message announcement{.kind = MessageKind::call};
+    announcement.sequence = queued.sequence;
+    announcement.text = description;
+    const auto bytes = encode(announcement);
+    for (const int peer : execution->peers()) {
+      const Peer& entry = peers_[static_cast<std::size_t>(peer)];
+      if (entry.lost)
+        throw Error(entry.lost->kind(), "rank " + std::to_string(peer) + " is gone: " + entry.lost->what());
+      transport_->send_control(peer, bytes);
+    }
+    for (int peer = 0; peer < world_; ++peer) {
+      auto& calls = peers_[static_cast<std::size_t>(peer)].calls;
+      const auto theirs = calls.find(queued.sequence);
+      if (theirs == calls.end()) continue;
+      const std::string text = std::move(theirs->second);
+      calls.erase(theirs);
+      compare(peer, queued.sequence, description, text);
+    }
+    execution->start();
+    const auto early = early_.extract(queued.sequence);
+    if (!early.empty()) {
+      for (Early& one : early.mapped()) {
+        peers_[static_cast<std::size_t>(one.from)].early_bytes -= one.payload.size();
+        if (current_) handle_data(one.from, one.tag, std::move(one.payload));
+      }
+    }
+  });
+}
+
+void Group::run(const std::function<void()>& step) {
+  try {
+    step();
+  } catch (const Error& error) {
+    fail(error, true);
+  } catch (const std::exception& error) {
+    fail(Error(ErrorKind::invalid, error.what()), true);
+  }
+}
+
+void Group::send_chunk(int peer, const transport::Tag& tag, std::span<const std::byte> bytes,
+                       std::function<void()> sent) {
+  // `sent` holds the execution, and with it the memory, until the transport has let go of it.
+  auto done = [weak = weak_from_this(), sent = std::move(sent)](Result<Nothing> result) mutable {
+    const auto self = weak.lock();
+    if (!self || !result.ok()) return;  // on_lost tells why
+    self->post([self = self.get(), sent = std::move(sent)] {
+      self->run(sent);
+      self->advance();
+    });
+  };
+  Peer& entry = peers_[static_cast<std::size_t>(peer)];
+  const bool announced = entry.announced > tag.sequence;
+  if (!announced && (!entry.held.empty() || entry.allowance_used + bytes.size() > kAllowance)) {
+    entry.held.push_back({tag, bytes, std::move(done)});
+    return;
+  }
+  if (!announced) entry.allowance_used += bytes.size();
+  transmit(peer, tag, bytes, std::move(done));
+}
+
+void Group::transmit(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, transport::SendDone done) {
+  transport_->send(peer, tag, bytes, std::move(done));
+}
+
+void Group::release_held(int peer) {
+  Peer& entry = peers_[static_cast<std::size_t>(peer)];
+  while (!entry.held.empty() && entry.held.front().tag.sequence < entry.announced) {
+    Held held = std::move(entry.held.front());
+    entry.held.pop_front();
+    transmit(peer, held.tag, held.bytes, std::move(held.done));
+  }
+}
+
+void Group::on_data(int from, const transport::Tag& tag, Payload payload) {
+  post([this, from, tag, payload = std::move(payload)]() mutable {
+    if (failure()) return;
+    run([&] { handle_data(from, tag, std::move(payload)); });
+    advance();
+  });
+}
+
+void Group::handle_data(int from, const transport::Tag& tag, Payload payload) {
+  if ((tag.sequence & kPointToPointBit) != 0) return point_to_point_->on_data(from, tag, std::move(payload));
+  const std::uint64_t next = current_ ? current_->sequence : finished_;
+  if (!current_ || tag.sequence > next) {
+    if (tag.sequence < next) return;
+    auto& early = early_[tag.sequence];
+    auto& bytes = peers_[static_cast<std::size_t>(from)].early_bytes;
+    bytes += payload.size();
+    if (bytes > 2 * kAllowance) {
+      throw Error(ErrorKind::protocol, "rank " + std::to_string(from) + " sends far ahead of what it may");
+    }
+    early.push_back({from, tag, std::move(payload)});
+    return;
+  }
+  if (tag.sequence < next) return;
+  if (tag.signature != current_->signature) {
+    // The announcement of that call comes on another lane, with its name.
+    if (mismatch_until_ == kNever) {
+      mismatch_until_ = after(Clock::now(), kNameFollows);
+      mismatch_from_ = from;
+      watch_deadlines();
+    }
+    return;
+  }
+  try {
+    current_->execution->on_data(from, tag, std::move(payload));
+  } catch (const Error& error) {
+    throw Error(error.kind(), "rank " + std::to_string(from) + ": " + error.what());
+  }
+}
+
+void Group::on_control(int from, Payload payload) {
+  post([this, from, payload = std::move(payload)] {
+    run([&] {
+      try {
+        handle_message(from, decode_message(payload.bytes()));
+      } catch (const Error& error) {
+        if (error.kind() != ErrorKind::protocol) throw;
+        throw Error(error.kind(), "rank " + std::to_string(from) + " sent a bad message: " + error.what());
+      }
+    });
+    advance();
+  });
+}
+
+void Group::handle_message(int from, const Message& message) {
+  if (failure()) return;
+  switch (message.kind) {
+    case MessageKind::call: return handle_call(from, message);
+    case MessageKind::abort:
+      // Each rank passes the news on once, so it reaches ranks that have no link to the one who saw it.
+      return fail(Error(ErrorKind::peer_gone, message.text), true);
+    case MessageKind::offer: return point_to_point_->on_offer(from, message);
+    case MessageKind::grant: return point_to_point_->on_grant(from, message);
+  }
+}
+
+void Group::handle_call(int from, const Message& message) {
+  Peer& entry = peers_[static_cast<std::size_t>(from)];
+  entry.announced = std::max(entry.announced, message.sequence + 1);
+  entry.allowance_used = 0;
+  const std::uint64_t next = current_ ? current_->sequence : finished_;
+  if (current_ && message.sequence == next) {
+    compare(from, next, current_->description, message.text);
+  } else if (message.sequence >= next) {
+    entry.calls.emplace(message.sequence, message.text);
+  } else if (const auto past = history_.find(message.sequence); past != history_.end()) {
+    // This rank had nothing to wait for, so it was done before the other's word came.
+    compare(from, message.sequence, past->second, message.text);
+  }
+  if (!failure()) release_held(from);
+}
+
+void Group::compare(int from, std::uint64_t sequence, const std::string& mine, const std::string& theirs) const {
+  if (theirs == mine) return;
+  throw Error(ErrorKind::mismatch, "the ranks disagree about collective #" + std::to_string(sequence) + ": rank " +
+                                       std::to_string(rank_) + " called " + mine + ", rank " + std::to_string(from) +
+                                       " called " + theirs);
+}
+
+void Group::end_current() {
+  const Done done = std::move(current_->done);
+  history_.emplace(current_->sequence, std::move(current_->description));
+  if (history_.size() > kHistory) history_.erase(history_.begin());
+  current_.reset();
+  {
+    const std::lock_guard lock(shared_mutex_);
+    ++finished_;
+  }
+  count_in_flight(-1);
+  done(nullptr);
+}
+
+void Group::on_lost(int rank, bool left, const Error& cause) {
+  post([this, rank, left, cause] {
+    Peer& entry = peers_[static_cast<std::size_t>(rank)];
+    if (entry.lost) return;
+    entry.lost = cause;
+    entry.left = left;
+    const bool needed = (current_ && current_->execution->waits_for(rank)) || point_to_point_->waits_for(rank);
+    // A rank that said goodbye had all it needed; it is missed only by an operation that waits for it.
+    if (left && !needed) return;
+    if (!closed_) fail(Error(cause.kind(), "rank " + std::to_string(rank) + " is gone: " + cause.what()), true);
+  });
+}
+
+void Group::abort(const Error& cause) {
+  post([this, cause] { fail(cause, true); });
+}
+
+void Group::fail(const Error& cause, bool tell_others) {
+  {
+    const std::lock_guard lock(shared_mutex_);
+    if (failure_) return;
+    failure_ = cause;
+  }
+  if (!closed_) log(LogLevel::info, explain(cause, "group " + options_.name).what());
+  if (tell_others) {
+    Message news{.kind = MessageKind::abort};
+    news.text = cause.what();
+    for (int peer = 0; peer < world_; ++peer) {
+      if (peer == rank_ || peers_[static_cast<std::size_t>(peer)].lost || !transport_->connected(peer)) continue;
+      transport_->send_control(peer, encode(news));
+    }
+  }
+  std::vector<std::pair<Done, Error>> ended;
+  if (current_) {
+    const std::string waiting = cause.kind() == ErrorKind::timeout ? waiting_text() : "";
+    ended.emplace_back(std::move(current_->done), explain(Error(cause.kind(), cause.what() + waiting),
+                                                          title_of(current_->sequence, current_->description)));
+    current_->execution->abandon();
+    current_.reset();
+  }
+  for (Queued& queued : queue_) {
+    ended.emplace_back(std::move(queued.call.done), explain(cause, title_of(queued.sequence, describe(queued.call))));
+  }
+  queue_.clear();
+  early_.clear();
+  for (Peer& peer : peers_) peer.held.clear();
+  for (const auto& [done, error] : ended) {
+    count_in_flight(-1);
+    done(&error);
+  }
+  point_to_point_->fail(explain(cause, "point-to-point"));
+  idle_.notify_all();
+}
+
+std::string Group::title_of(std::uint64_t sequence, const std::string& description) const {
+  const auto name = description.substr(0, description.find('('));
+  return name + " #" + std::to_string(sequence) + description.substr(name.size());
+}
+
+Error Group::explain(const Error& cause, const std::string& what) const {
+  return {cause.kind(), "rank " + std::to_string(rank_) + ": " + what + ": " + cause.what()};
+}
+
+std::string Group::waiting_text() const {
+  const auto waiting = current_->execution->waiting_for();
+  if (waiting.empty()) return "";
+  std::vector<int> silent;
+  for (const int rank : waiting) {
+    if (peers_[static_cast<std::size_t>(rank)].announced <= current_->sequence) silent.push_back(rank);
+  }
+  std::string text = "; still waiting for " + ranks_text(waiting);
+  if (!silent.empty()) text += " (" + ranks_text(silent) + " never began this operation)";
+  return text;
+}
+
+std::optional<Error> Group::failure() const {
+  const std::lock_guard lock(shared_mutex_);
+  return failure_;
+}
+
+void Group::watch_deadlines() {
+  TimePoint next = std::min(point_to_point_->next_deadline(), mismatch_until_);
+  if (current_) next = std::min(next, current_->deadline);
+  if (next >= timer_at_) return;  // an earlier timer looks again when it fires
+  timer_at_ = next;
+  workers().at(next, [weak = weak_from_this(), next] {
+    if (const auto self = weak.lock()) {
+      self->post([self = self.get(), next] {
+        if (self->timer_at_ != next) return;
+        self->timer_at_ = kNever;
+        self->on_deadline();
+      });
+    }
+  });
+}
+
+void Group::on_deadline() {
+  if (failure()) return;
+  const TimePoint now = Clock::now();
+  if (mismatch_until_ <= now) {
+    return fail(
+        Error(ErrorKind::mismatch, "rank " + std::to_string(mismatch_from_) + " called another operation than " +
+                                       (current_ ? current_->description : "this rank") + " (its name did not arrive)"),
+        true);
+  }
+  if (current_ && current_->deadline <= now) {
+    return fail(Error(ErrorKind::timeout, "timed out on rank " + std::to_string(rank_)), true);
+  }
+  if (const auto overdue = point_to_point_->overdue(now)) {
+    return fail(Error(ErrorKind::timeout, "rank " + std::to_string(rank_) + ": " + *overdue + ": timed out"), true);
+  }
+  watch_deadlines();
+}
+
+void Group::count_in_flight(int change) {
+  const TimePoint now = Clock::now();
+  {
+    const std::lock_guard lock(shared_mutex_);
+    if (in_flight_ == 0 && change > 0) busy_since_ = now;
+    in_flight_ += change;
+    if (in_flight_ == 0 && change < 0) busy_ += now - busy_since_;
+    if (in_flight_ > 0) return;
+  }
+  idle_.notify_all();
+}
+
+void Group::shutdown() {
+  bool healthy = false;
+  bool idle = false;
+  {
+    std::unique_lock lock(shared_mutex_);
+    if (!failure_) idle_.wait_for(lock, kFinishGrace, [&] { return in_flight_ == 0 || failure_; });
+    idle = in_flight_ == 0;
+    healthy = !failure_ && idle;
+  }
+  post([this, idle] {
+    closed_ = true;
+    fail(Error(ErrorKind::aborted, "the group was destroyed on rank " + std::to_string(rank_)), !idle);
+  });
+  {
+    // What is in flight has to hear of it before the transport goes away.
+    std::unique_lock lock(shared_mutex_);
+    idle_.wait_for(lock, kFinishGrace, [&] { return in_flight_ == 0 && failure_; });
+  }
+  transport_->close(healthy ? kLinger : Duration::zero());
+}
+
+GroupStats Group::stats() const {
+  GroupStats stats;
+  {
+    const std::lock_guard lock(shared_mutex_);
+    stats.collectives = finished_;
+    Duration busy = busy_;
+    if (in_flight_ > 0) busy += Clock::now() - busy_since_;
+    stats.busy_seconds = std::chrono::duration<double>(busy).count();
+  }
+  stats.peers = transport_->stats();
+  return stats;
+}
+
+}  // namespace torch_iroh::collective

@@ -1,0 +1,171 @@
+// One rank's view of a group: collectives in the order they were issued, point-to-point messages beside them, and one
+// first cause when it breaks. All state lives on one strand, so nothing here is locked; buffers are lent by the caller.
+//
+// Two rules keep memory bounded and mistakes visible. A rank announces each operation to the ranks it exchanges data
+// with; chunks for an operation that its receiver has not announced are held back beyond a small allowance. And each
+// announcement is compared with this rank's own operation of that number: two different calls are an error that names
+// both.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/workers.hpp"
+#include "collective/execution.hpp"
+#include "collective/messages.hpp"
+#include "collective/point_to_point.hpp"
+#include "collective/schedule.hpp"
+#include "transport/transport.hpp"
+
+namespace torch_iroh::collective {
+
+struct GroupOptions {
+  std::string name;                     // for error texts
+  std::size_t chunk_bytes = 256 << 10;  // equal on all ranks
+  std::optional<Algorithm> algorithm;   // none: chosen by size and world
+};
+
+// Runs once, on a worker thread; nullptr = done. It must be short and must not block.
+using Done = std::function<void(const Error*)>;
+
+struct CollectiveCall {
+  Request request;  // rank, world and algorithm are filled in by the group
+  Work work;
+  std::string shape;  // of this rank's tensor, equal on all ranks; empty where it may differ
+  Duration timeout = kNever - TimePoint{};
+  Done done;
+};
+
+struct GroupStats {
+  std::uint64_t collectives = 0;  // finished
+  double busy_seconds = 0;        // wall time with at least one operation in flight
+  std::vector<transport::PeerStats> peers;
+};
+
+class Group : public transport::Receiver, public std::enable_shared_from_this<Group> {
+ public:
+  static std::shared_ptr<Group> make(std::shared_ptr<transport::Transport> transport, const GroupOptions& options);
+  ~Group() override;
+
+  int rank() const { return rank_; }
+  int world() const { return world_; }
+
+  // Thread-safe; return at once. The number of the operation among the group's collectives is returned.
+  std::uint64_t submit(CollectiveCall call);
+  void send(PointToPointCall call);
+  void recv(PointToPointCall call);  // peer -1: from anyone
+
+  void connect_all();
+  std::uint64_t submitted() const { return submitted_.load(); }
+
+  // Breaks the group: everything in flight fails with `cause`, the other ranks are told.
+  void abort(const Error& cause);
+  std::optional<Error> failure() const;
+
+  // Leaves the group. Waits a moment for what is in flight, then fails it; blocks for at most about a second when the
+  // group is broken, and else until what was sent has arrived.
+  void shutdown();
+
+  GroupStats stats() const;
+
+  void on_data(int from, const transport::Tag& tag, Payload payload) override;
+  void on_control(int from, Payload payload) override;
+  void on_lost(int rank, bool left, const Error& cause) override;
+
+ private:
+  struct Queued {
+    std::uint64_t sequence;
+    CollectiveCall call;
+    TimePoint deadline;
+  };
+  struct Running {
+    std::uint64_t sequence;
+    std::string description;
+    std::uint32_t signature;
+    TimePoint deadline;
+    std::shared_ptr<Execution> execution;
+    Done done;
+  };
+  struct Early {
+    int from;
+    transport::Tag tag;
+    Payload payload;
+  };
+  struct Held {
+    transport::Tag tag;
+    std::span<const std::byte> bytes;
+    transport::SendDone done;
+  };
+  struct Peer {
+    std::optional<Error> lost;
+    bool left = false;
+    std::uint64_t announced = 0;                 // operations below this number have begun there
+    std::map<std::uint64_t, std::string> calls;  // announced, not begun here
+    std::uint64_t allowance_used = 0;            // bytes sent ahead of its announcement
+    std::deque<Held> held;
+    std::uint64_t early_bytes = 0;  // kept for operations that have not begun here
+  };
+
+  Group(std::shared_ptr<transport::Transport> transport, const GroupOptions& options);
+
+  void post(Task task);
+  void advance();
+  void begin(Queued queued);
+  void run(const std::function<void()>& step);  // turns what it throws into a failure of the group
+  void send_chunk(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()> sent);
+  void transmit(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, transport::SendDone done);
+  void release_held(int peer);
+  void handle_data(int from, const transport::Tag& tag, Payload payload);
+  void handle_message(int from, const Message& message);
+  void handle_call(int from, const Message& message);
+  void compare(int from, std::uint64_t sequence, const std::string& mine, const std::string& theirs) const;
+  void end_current();
+  void fail(const Error& cause, bool tell_others);
+  Error explain(const Error& cause, const std::string& what) const;
+  std::string title_of(std::uint64_t sequence, const std::string& description) const;
+  std::string waiting_text() const;
+  PointToPointCall counted(PointToPointCall call);
+  void watch_deadlines();
+  void on_deadline();
+  void count_in_flight(int change);
+
+  const std::shared_ptr<transport::Transport> transport_;
+  const GroupOptions options_;
+  const int rank_;
+  const int world_;
+  const std::shared_ptr<Strand> strand_;
+  std::atomic<std::uint64_t> submitted_{0};
+  std::mutex submit_mutex_;  // numbers and queues in one step
+
+  // On the strand only:
+  std::deque<Queued> queue_;
+  std::optional<Running> current_;
+  std::vector<Peer> peers_;
+  std::map<std::uint64_t, std::vector<Early>> early_;
+  std::map<std::uint64_t, std::string> history_;
+  std::unique_ptr<PointToPoint> point_to_point_;
+  TimePoint timer_at_ = kNever;
+  TimePoint mismatch_until_ = kNever;  // foreign data has come: its name must follow until then
+  int mismatch_from_ = -1;
+  bool advancing_ = false;
+  bool closed_ = false;
+
+  mutable std::mutex shared_mutex_;  // guards what other threads read
+  std::optional<Error> failure_;
+  std::uint64_t finished_ = 0;
+  int in_flight_ = 0;
+  TimePoint busy_since_{};
+  Duration busy_{};
+  std::condition_variable idle_;
+};
+
+}  // namespace torch_iroh::collective

@@ -1,0 +1,98 @@
+// Matching of sends and receives by (peer, tag), in order, with messages of unlimited size and bounded memory: a sender
+// offers a message, and sends what is beyond a small allowance only when the receiver has granted it. Lives on its
+// group's strand.
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/error.hpp"
+#include "base/payload.hpp"
+#include "base/time.hpp"
+#include "collective/messages.hpp"
+#include "transport/transport.hpp"
+
+namespace torch_iroh::collective {
+
+// Marks the sequence numbers of point-to-point data.
+inline constexpr std::uint64_t kPointToPointBit = std::uint64_t{1} << 63;
+
+struct PointToPointCall {
+  int peer = -1;  // recv: -1 takes a message from anyone
+  std::int32_t tag = 0;
+  std::span<const std::byte> from;  // send
+  std::span<std::byte> to;          // recv
+  std::string what;                 // "float32, 12 elements": equal on both sides
+  std::shared_ptr<void> keep;
+  TimePoint deadline = kNever;
+  std::function<void(const Error*, int source)> done;
+};
+
+class PointToPoint {
+ public:
+  struct Group {  // what it needs from its group
+    std::function<void(int peer, const Message& message)> tell;
+    std::function<void(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()>)>
+        transmit;
+    std::function<void(const Error& cause)> fail;  // tells the others too
+    std::size_t chunk_bytes;
+  };
+
+  explicit PointToPoint(int world, Group group);
+
+  void send(PointToPointCall call);
+  void recv(PointToPointCall call);
+
+  void on_offer(int from, const Message& offer);
+  void on_grant(int from, const Message& grant);
+  void on_data(int from, const transport::Tag& tag, Payload payload);
+
+  // Everything in flight ends with `cause`.
+  void fail(const Error& cause);
+  // Does anything in flight need `rank`?
+  bool waits_for(int rank) const;
+  TimePoint next_deadline() const;
+  std::optional<std::string> overdue(TimePoint now) const;  // names one operation that is past its deadline
+
+ private:
+  using Key = std::pair<int, std::uint64_t>;  // (peer, number of its message)
+  struct Outgoing {
+    PointToPointCall call;
+    std::size_t chunks_left = 0;
+    bool started = false;
+    bool counted = false;  // in the allowance
+  };
+  struct Offer {
+    std::uint64_t number;
+    std::int32_t tag;
+    std::uint64_t bytes;
+    std::string what;
+  };
+  struct Matched {
+    PointToPointCall call;
+    std::uint64_t bytes_left = 0;
+  };
+
+  bool match(int from, const Offer& offer, PointToPointCall& call);
+  void start(const Key& key, Outgoing& outgoing);
+  void absorb(const Key& key, const transport::Tag& tag, const Payload& payload);
+
+  const Group group_;
+  std::vector<std::uint64_t> next_number_;     // by receiver
+  std::vector<std::uint64_t> allowance_used_;  // by receiver
+  std::map<Key, Outgoing> outgoing_;
+  std::list<PointToPointCall> waiting_;       // receives without an offer, oldest first
+  std::deque<std::pair<int, Offer>> offers_;  // offers without a receive, oldest first
+  std::map<Key, Matched> matched_;
+  std::map<Key, std::vector<std::pair<transport::Tag, Payload>>> early_;  // data of offers without a receive
+};
+
+}  // namespace torch_iroh::collective

@@ -1,0 +1,25 @@
+// The arithmetic of reductions on raw memory. Knows dtypes, no schedule and no network.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/dtype.hpp"
+
+namespace torch_iroh::collective {
+
+// Which (op, dtype) pairs have a meaning. bool: sum/max/bor are OR, product/min/band are AND, bxor is XOR, no avg.
+// float8 reduces with nothing. Floats have no bitwise ops, complex numbers no order. avg of integers truncates.
+bool supports(ReduceOp op, DType dtype);
+
+// out[i] = a[i] op b[i] for `count` elements; `out` may be `a` or `b`. avg and premul_sum add here (see `finish`).
+// float16 and bfloat16 compute in float32 and round to nearest even. min and max keep a NaN.
+void reduce(ReduceOp op, DType dtype, const std::byte* a, const std::byte* b, std::byte* out, std::size_t count);
+
+// avg: divides by `world` (integers truncate towards zero). Every other op: nothing.
+void finish(ReduceOp op, DType dtype, std::byte* data, std::size_t count, std::int32_t world);
+
+// data[i] *= factor, for premul_sum. Floats and complex only.
+void scale(DType dtype, std::byte* data, std::size_t count, double factor);
+
+}  // namespace torch_iroh::collective

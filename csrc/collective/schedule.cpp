@@ -1,0 +1,229 @@
+// Names, the balanced split, the choice of maker, and the order of steps. Knows no algorithm (ring.cpp, direct.cpp,
+// barrier.cpp) and executes nothing.
+#include "collective/schedule.hpp"
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "collective/builder.hpp"
+
+namespace torch_iroh::collective {
+
+std::string_view name_of(Op op) {
+  switch (op) {
+    case Op::all_reduce: return "all_reduce";
+    case Op::reduce: return "reduce";
+    case Op::broadcast: return "broadcast";
+    case Op::all_gather: return "all_gather";
+    case Op::reduce_scatter: return "reduce_scatter";
+    case Op::gather: return "gather";
+    case Op::scatter: return "scatter";
+    case Op::all_to_all: return "all_to_all";
+    case Op::barrier: return "barrier";
+  }
+  return "?";
+}
+
+std::string_view name_of(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::ring: return "ring";
+    case Algorithm::direct: return "direct";
+  }
+  return "?";
+}
+
+Range shard_of(std::uint64_t count, std::int32_t world, std::int32_t index) {
+  const auto parts = static_cast<std::uint64_t>(world);
+  const auto place = static_cast<std::uint64_t>(index);
+  const std::uint64_t base = count / parts;
+  const std::uint64_t longer = count % parts;
+  return {place * base + std::min(place, longer), base + (place < longer ? 1 : 0)};
+}
+
+namespace {
+
+[[noreturn]] void refuse(const Request& request, const std::string& fact) {
+  throw std::invalid_argument("make_schedule(" + std::string(name_of(request.op)) + "): " + fact);
+}
+
+void check_blocks(const Request& request, const char* name, const std::vector<std::uint64_t>& blocks) {
+  if (blocks.size() == static_cast<std::size_t>(request.world)) return;
+  refuse(request, std::string(name) + " has " + std::to_string(blocks.size()) + " entries, the world has " +
+                      std::to_string(request.world) + " ranks");
+}
+
+// Only the fields that `request.op` uses are judged.
+void check(const Request& request) {
+  const std::string world = std::to_string(request.world);
+  if (request.world < 1) refuse(request, "world " + world + " is below 1");
+  if (request.rank < 0 || request.rank >= request.world)
+    refuse(request, "rank " + std::to_string(request.rank) + " is outside 0.." + std::to_string(request.world - 1));
+  switch (request.op) {
+    case Op::reduce:
+    case Op::broadcast:
+    case Op::gather:
+    case Op::scatter:
+      if (request.root < 0 || request.root >= request.world)
+        refuse(request, "root " + std::to_string(request.root) + " is outside 0.." + std::to_string(request.world - 1));
+      break;
+    default: break;
+  }
+  switch (request.op) {
+    case Op::all_gather:
+    case Op::reduce_scatter:
+    case Op::gather:
+    case Op::scatter: check_blocks(request, "blocks", request.blocks); break;
+    case Op::all_to_all: {
+      check_blocks(request, "blocks", request.blocks);
+      check_blocks(request, "send_blocks", request.send_blocks);
+      const auto own = static_cast<std::size_t>(request.rank);
+      if (request.blocks[own] != request.send_blocks[own])
+        refuse(request, "rank " + std::to_string(request.rank) + " sends itself " +
+                            std::to_string(request.send_blocks[own]) + " elements but receives " +
+                            std::to_string(request.blocks[own]));
+      break;
+    }
+    default: break;
+  }
+}
+
+// The accesses so far to one buffer: disjoint pieces in order of offset, each with its last writer and everyone who
+// has read it since. Older writers and readers need no edge of their own: the last writer touched every element of
+// the piece and already waits for them, element by element and therefore chunk by chunk.
+class AccessMap {
+ public:
+  void read(std::uint32_t step, const Slice& slice, std::vector<std::uint32_t>& before) {
+    const std::uint64_t end = slice.offset + slice.count;
+    auto piece = cut(slice.offset, end);
+    for (std::uint64_t at = slice.offset; at < end;) {
+      if (piece == pieces_.end() || piece->first > at) {  // nobody was here before
+        const std::uint64_t until = piece == pieces_.end() ? end : std::min(end, piece->first);
+        piece = pieces_.emplace_hint(piece, at, Piece{until, kNobody, {}});
+      }
+      if (piece->second.writer != kNobody) before.push_back(piece->second.writer);
+      piece->second.readers.push_back(step);
+      at = piece->second.end;
+      ++piece;
+    }
+  }
+
+  void write(std::uint32_t step, const Slice& slice, std::vector<std::uint32_t>& before) {
+    const std::uint64_t end = slice.offset + slice.count;
+    auto piece = cut(slice.offset, end);
+    while (piece != pieces_.end() && piece->first < end) {
+      if (piece->second.writer != kNobody) before.push_back(piece->second.writer);
+      before.insert(before.end(), piece->second.readers.begin(), piece->second.readers.end());
+      piece = pieces_.erase(piece);
+    }
+    pieces_.emplace_hint(piece, slice.offset, Piece{end, step, {}});
+  }
+
+ private:
+  struct Piece {
+    std::uint64_t end;
+    std::uint32_t writer;
+    std::vector<std::uint32_t> readers;
+  };
+  using Pieces = std::map<std::uint64_t, Piece>;
+  static constexpr std::uint32_t kNobody = std::numeric_limits<std::uint32_t>::max();
+
+  // Makes piece borders at `begin` and `end`; returns the first piece at or after `begin`. Ranges that repeat, as
+  // nearly all do, find their borders in place.
+  Pieces::iterator cut(std::uint64_t begin, std::uint64_t end) {
+    cut_at(end);
+    return cut_at(begin);
+  }
+
+  Pieces::iterator cut_at(std::uint64_t place) {
+    auto next = pieces_.lower_bound(place);
+    if (next == pieces_.begin() || (next != pieces_.end() && next->first == place)) return next;
+    auto& before = std::prev(next)->second;
+    if (before.end <= place) return next;
+    Piece tail = before;
+    before.end = place;
+    return pieces_.emplace_hint(next, place, std::move(tail));
+  }
+
+  Pieces pieces_;
+};
+
+struct Access {
+  const Slice* slice;
+  bool writes;
+};
+
+// What a step touches, reads first.
+std::pair<std::array<Access, 2>, std::size_t> accesses_of(const Step& step) {
+  switch (step.kind) {
+    case StepKind::send: return {{{{&step.from, false}, {}}}, 1};
+    case StepKind::recv: return {{{{&step.to, true}, {}}}, 1};
+    case StepKind::finish: return {{{{&step.to, true}, {}}}, 1};  // reads and writes one range: writing covers both
+    case StepKind::recv_reduce:
+    case StepKind::copy: return {{{{&step.from, false}, {&step.to, true}}}, 2};
+  }
+  return {};
+}
+
+// True when every conflict between the two steps is over one and the same range.
+bool meet_exactly(const Step& a, const Step& b) {
+  const auto [of_a, count_a] = accesses_of(a);
+  const auto [of_b, count_b] = accesses_of(b);
+  for (std::size_t i = 0; i < count_a; ++i) {
+    for (std::size_t j = 0; j < count_b; ++j) {
+      const Slice& x = *of_a[i].slice;
+      const Slice& y = *of_b[j].slice;
+      const bool conflict = x.buffer == y.buffer && (of_a[i].writes || of_b[j].writes) &&
+                            x.offset < y.offset + y.count && y.offset < x.offset + x.count;
+      if (conflict && x != y) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+std::vector<std::vector<Dependency>> dependencies_of(const Schedule& schedule) {
+  std::vector<std::vector<Dependency>> result(schedule.steps.size());
+  std::array<AccessMap, 3> buffers;
+  std::vector<std::uint32_t> before;
+  for (std::uint32_t index = 0; index < schedule.steps.size(); ++index) {
+    const Step& step = schedule.steps[index];
+    before.clear();
+    const auto [accesses, count] = accesses_of(step);
+    for (std::size_t i = 0; i < count; ++i) {
+      const Slice& slice = *accesses[i].slice;
+      if (slice.count == 0) continue;
+      AccessMap& buffer = buffers[static_cast<std::size_t>(slice.buffer)];
+      accesses[i].writes ? buffer.write(index, slice, before) : buffer.read(index, slice, before);
+    }
+    std::sort(before.begin(), before.end());
+    before.erase(std::unique(before.begin(), before.end()), before.end());
+    for (const std::uint32_t on : before)
+      if (on != index) result[index].push_back({on, meet_exactly(schedule.steps[on], step)});
+  }
+  return result;
+}
+
+Schedule make_schedule(const Request& request) {
+  check(request);
+  const bool ring = request.algorithm == Algorithm::ring;
+  switch (request.op) {
+    case Op::all_reduce: return ring ? ring_all_reduce(request) : direct_all_reduce(request);
+    case Op::reduce: return ring ? chain_reduce(request) : direct_reduce(request);
+    case Op::broadcast: return ring ? chain_broadcast(request) : direct_broadcast(request);
+    case Op::all_gather: return ring ? ring_all_gather(request) : direct_all_gather(request);
+    case Op::reduce_scatter: return ring ? ring_reduce_scatter(request) : direct_reduce_scatter(request);
+    case Op::gather: return direct_gather(request);
+    case Op::scatter: return direct_scatter(request);
+    case Op::all_to_all: return direct_all_to_all(request);
+    case Op::barrier: return dissemination_barrier(request);
+  }
+  refuse(request, "unknown operation");
+}
+
+}  // namespace torch_iroh::collective

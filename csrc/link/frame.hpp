@@ -1,0 +1,60 @@
+// The frame that travels on every stream: a fixed header and a payload. Knows its bytes, not who sends them.
+//
+//   0 u16 magic "TI"     2 u8 type        3 u8 wire version   4 u32 payload length (at most kMaxFrameBytes)
+//   8 u64 group         16 u64 sequence  24 u32 message      28 u32 chunk
+//  32 u32 signature     36 u32 zero      all little-endian
+//
+// The version comes before anything that could change with it; the length is judged before anything is allocated.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace torch_iroh::link {
+
+inline constexpr std::size_t kHeaderBytes = 40;
+inline constexpr std::uint32_t kMaxFrameBytes = 1 << 20;
+inline constexpr std::uint8_t kWireVersionMin = 1;
+inline constexpr std::uint8_t kWireVersionMax = 1;
+inline constexpr const char* kAlpn = "torch-iroh/1";
+
+enum class FrameType : std::uint8_t {
+  hello = 1,      // first on every stream; payload: HelloBody
+  data = 2,       // a chunk of a message of a group
+  control = 3,    // a small message of a group, in order (all on lane 0)
+  heartbeat = 4,  // a sign of life, empty
+  goodbye = 5,    // the sender leaves `group`; sent last on every lane
+};
+
+struct FrameHeader {
+  FrameType type = FrameType::heartbeat;
+  std::uint8_t version = kWireVersionMax;
+  std::uint32_t length = 0;
+  std::uint64_t group = 0;
+  std::uint64_t sequence = 0;
+  std::uint32_t message = 0;
+  std::uint32_t chunk = 0;
+  std::uint32_t signature = 0;
+
+  bool operator==(const FrameHeader&) const = default;
+};
+
+std::array<std::byte, kHeaderBytes> encode(const FrameHeader& header);
+
+// Throws Error(protocol) naming the field that is wrong.
+FrameHeader decode(std::span<const std::byte, kHeaderBytes> bytes);
+
+// What a stream says about itself before anything else.
+struct HelloBody {
+  std::uint8_t lane = 0;   // 0: control, 1...: data
+  std::uint8_t lanes = 0;  // how many streams the sender opens in all
+  static constexpr std::size_t kBytes = 2;
+  static constexpr std::uint8_t kMaxLanes = 65;
+};
+
+std::array<std::byte, HelloBody::kBytes> encode(const HelloBody& hello);
+HelloBody decode_hello(std::span<const std::byte> bytes);
+
+}  // namespace torch_iroh::link

@@ -1,0 +1,340 @@
+#include "link/node.hpp"
+
+#include <algorithm>
+#include <condition_variable>
+#include <utility>
+
+#include "base/log.hpp"
+#include "iroh/library.hpp"
+
+namespace torch_iroh::link {
+namespace {
+
+constexpr Duration kBindTimeout = milliseconds(10000);
+constexpr Duration kEndpointCloseTimeout = milliseconds(300);
+constexpr Duration kExitLinger = milliseconds(2000);
+constexpr Duration kStrangerTimeout = milliseconds(30000);
+constexpr std::size_t kMostStrangers = 64;
+constexpr int kMostHandshakes = 256;
+constexpr std::uint32_t kCloseNotAMember = 1;
+constexpr std::uint32_t kCloseLeft = 0;
+
+// Outlive every Node: the last reference may go away on any thread.
+std::mutex& shared_mutex() {
+  static auto* mutex = new std::mutex;
+  return *mutex;
+}
+std::weak_ptr<Node>& shared_node() {
+  static auto* node = new std::weak_ptr<Node>;
+  return *node;
+}
+
+}  // namespace
+
+std::shared_ptr<Node> Node::shared(const NodeOptions& options) {
+  if (iroh::Library::inherited()) {
+    throw Error(ErrorKind::library,
+                "this process was forked from one that already used iroh, and iroh's threads stayed in the parent. "
+                "Make the first process group after the fork, or start processes with 'spawn'");
+  }
+  const std::lock_guard lock(shared_mutex());
+  if (auto running = shared_node().lock()) {
+    const std::lock_guard inner(running->mutex_);
+    if (!running->closing_) {
+      if (running->options_ != options) {
+        throw Error(ErrorKind::invalid,
+                    "streams, heartbeat, peer_timeout, connect_timeout and bind are per process: a running group of "
+                    "this process uses other values. Leave them unset here, or set them in the first group");
+      }
+      return running;
+    }
+  }
+  auto node = std::make_shared<Node>(options);
+  node->start();
+  shared_node() = node;
+  return node;
+}
+
+std::optional<NodeOptions> Node::running_options() {
+  const std::lock_guard lock(shared_mutex());
+  const auto running = shared_node().lock();
+  if (!running) return std::nullopt;
+  const std::lock_guard inner(running->mutex_);
+  if (running->closing_) return std::nullopt;
+  return running->options_;
+}
+
+void Node::leave_all() {
+  std::shared_ptr<Node> running;
+  {
+    const std::lock_guard lock(shared_mutex());
+    running = shared_node().lock();
+  }
+  if (!running) return;
+  std::vector<std::uint64_t> groups;
+  {
+    const std::lock_guard lock(running->mutex_);
+    for (const auto& [number, group] : running->groups_) groups.push_back(number);
+  }
+  for (const std::uint64_t group : groups) running->leave(group, kExitLinger);
+}
+
+void Node::start() {
+  iroh::EndpointOptions options;
+  options.alpn = kAlpn;
+  if (!options_.bind_addr.empty()) options.bind_addr = options_.bind_addr;
+  endpoint_ = iroh::Endpoint::bind(options).get(after(Clock::now(), kBindTimeout));
+  id_ = endpoint_.id();
+  last_tick_ = Clock::now();
+  accept_next();
+  arm_tick();
+}
+
+iroh::EndpointAddr Node::addr() const {
+  return endpoint_.addr();
+}
+
+void Node::accept_next() {
+  endpoint_.accept_next().then([weak = weak_from_this()](Result<std::optional<iroh::Incoming>> result) {
+    const auto self = weak.lock();
+    if (!self || !result.ok() || !result.value()) return;  // the endpoint is closed
+    {
+      const std::lock_guard lock(self->mutex_);
+      if (self->closing_) return;
+      // A flood of attempts must not hold memory: beyond the limit they are dropped, which refuses them.
+      if (self->handshakes_ < kMostHandshakes) {
+        ++self->handshakes_;
+      } else {
+        result.value().reset();
+      }
+    }
+    if (result.value()) {
+      result.value()->accept().then([weak](Result<iroh::Accepting> accepting) {
+        auto finish = [weak](Result<iroh::Connection> connection) {
+          if (const auto node = weak.lock()) node->on_connected(std::move(connection));
+        };
+        if (!accepting.ok()) return finish(accepting.error());
+        accepting.value().handshake().then(finish);
+      });
+    }
+    self->accept_next();
+  });
+}
+
+void Node::on_connected(Result<iroh::Connection> result) {
+  {
+    const std::lock_guard lock(mutex_);
+    --handshakes_;
+  }
+  if (!result.ok()) {
+    log_once(LogLevel::info, "handshake", std::string("a connection attempt failed: ") + result.error().what());
+    return;
+  }
+  const iroh::EndpointId id = result.value().remote_id();
+  bool known = false;
+  bool wait = false;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [number, group] : groups_) {
+      known = known || group.members.contains(id);
+      wait = wait || !group.complete;
+    }
+    wait = wait && strangers_.size() < kMostStrangers && !closing_;
+    if (!known && wait) strangers_.push_back({result.value(), id, Clock::now()});
+  }
+  if (known) {
+    welcome(id, result.value());
+  } else if (!wait) {
+    refuse(id, result.value());
+  }
+}
+
+void Node::welcome(const iroh::EndpointId& id, const iroh::Connection& connection) {
+  link_to(id)->adopt(connection);
+}
+
+void Node::refuse(const iroh::EndpointId& id, const iroh::Connection& connection) {
+  log_once(LogLevel::warn, "stranger " + iroh::to_hex(id),
+           "refused a connection from endpoint " + iroh::short_name(id) + ": no group of this process lists it");
+  connection.close(kCloseNotAMember, "not a member of any group of this process");
+}
+
+void Node::join(std::uint64_t group, std::weak_ptr<GroupSink> sink) {
+  const std::lock_guard lock(mutex_);
+  groups_[group].sink = std::move(sink);
+}
+
+void Node::set_members(std::uint64_t group, const std::vector<iroh::EndpointAddr>& members) {
+  std::vector<Stranger> welcomed;
+  std::vector<Stranger> refused;
+  {
+    const std::lock_guard lock(mutex_);
+    Group& entry = groups_[group];
+    for (const auto& member : members) {
+      if (member.id != id_) entry.members.emplace(member.id, member);
+    }
+    entry.complete = true;
+    const bool still_waiting =
+        std::any_of(groups_.begin(), groups_.end(), [](const auto& one) { return !one.second.complete; });
+    std::vector<Stranger> left;
+    for (Stranger& stranger : strangers_) {
+      auto& where = entry.members.contains(stranger.id) ? welcomed : still_waiting ? left : refused;
+      where.push_back(std::move(stranger));
+    }
+    strangers_ = std::move(left);
+  }
+  for (const Stranger& one : welcomed) welcome(one.id, one.connection);
+  for (const Stranger& one : refused) refuse(one.id, one.connection);
+}
+
+std::shared_ptr<Link> Node::link_to(const iroh::EndpointId& peer) {
+  const std::lock_guard lock(mutex_);
+  return link_locked(peer);
+}
+
+std::shared_ptr<Link> Node::link_locked(const iroh::EndpointId& peer) {
+  std::shared_ptr<Link>& link = links_[peer];
+  if (link && !link->is_dead()) return link;
+  iroh::EndpointAddr addr;
+  addr.id = peer;
+  for (const auto& [number, group] : groups_) {
+    const auto member = group.members.find(peer);
+    if (member != group.members.end()) addr = member->second;
+  }
+  Link::Events events;
+  events.on_frame = [weak = weak_from_this()](const iroh::EndpointId& from, const FrameHeader& header,
+                                              Payload payload) {
+    if (const auto node = weak.lock()) node->on_frame(from, header, std::move(payload));
+  };
+  events.on_dead = [weak = weak_from_this()](const iroh::EndpointId& id, const Error& cause) {
+    if (const auto node = weak.lock()) node->on_dead(id, cause);
+  };
+  link = std::make_shared<Link>(endpoint_, addr, options_.link, std::move(events));
+  return link;
+}
+
+std::vector<std::shared_ptr<Link>> Node::links_of(std::uint64_t group) {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<Link>> links;
+  const auto found = groups_.find(group);
+  if (found == groups_.end()) return links;
+  for (const auto& [id, addr] : found->second.members) {
+    const auto link = links_.find(id);
+    if (link != links_.end()) links.push_back(link->second);
+  }
+  return links;
+}
+
+void Node::on_frame(const iroh::EndpointId& from, const FrameHeader& header, Payload payload) {
+  std::shared_ptr<GroupSink> sink;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto group = groups_.find(header.group);
+    if (group == groups_.end()) return;  // a group we have left: what its members still send is of no use
+    if (group->second.complete && !group->second.members.contains(from)) return;
+    sink = group->second.sink.lock();
+  }
+  if (sink) sink->on_frame(from, header, std::move(payload));
+}
+
+void Node::on_dead(const iroh::EndpointId& peer, const Error& cause) {
+  std::vector<std::shared_ptr<GroupSink>> sinks;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [number, group] : groups_) {
+      if (!group.members.contains(peer)) continue;
+      if (auto sink = group.sink.lock()) sinks.push_back(std::move(sink));
+    }
+  }
+  for (const auto& sink : sinks) sink->on_peer_dead(peer, cause);
+}
+
+void Node::arm_tick() {
+  const Duration interval = std::min<Duration>(options_.link.heartbeat, options_.link.peer_timeout / 8);
+  workers().at(after(Clock::now(), interval), [weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->tick();
+  });
+}
+
+void Node::tick() {
+  const TimePoint now = Clock::now();
+  const Duration interval = std::min<Duration>(options_.link.heartbeat, options_.link.peer_timeout / 8);
+  std::vector<std::shared_ptr<Link>> links;
+  std::vector<Stranger> expired;
+  Duration paused{};
+  {
+    const std::lock_guard lock(mutex_);
+    if (closing_) return;
+    // A tick that comes late means this process stood still.
+    paused = std::max<Duration>(now - last_tick_ - 2 * interval, Duration::zero());
+    last_tick_ = now;
+    for (const auto& [id, link] : links_) links.push_back(link);
+    const auto old = std::partition(strangers_.begin(), strangers_.end(),
+                                    [&](const Stranger& one) { return now - one.since < kStrangerTimeout; });
+    std::move(old, strangers_.end(), std::back_inserter(expired));
+    strangers_.erase(old, strangers_.end());
+  }
+  for (const auto& link : links) link->on_tick(now, paused);
+  for (const Stranger& one : expired) refuse(one.id, one.connection);
+  arm_tick();
+}
+
+void Node::leave(std::uint64_t group, Duration linger) {
+  FrameHeader goodbye{.type = FrameType::goodbye};
+  goodbye.group = group;
+  goodbye.message = static_cast<std::uint32_t>(options_.link.streams + 1);  // on so many lanes it is said
+  for (const auto& link : links_of(group)) link->send_everywhere(goodbye);
+  bool last = false;
+  {
+    const std::lock_guard outer(shared_mutex());
+    const std::lock_guard lock(mutex_);
+    last = groups_.erase(group) == 1 && groups_.empty();
+    if (last) closing_ = true;
+  }
+  if (last) close(linger);
+}
+
+void Node::close(Duration linger) {
+  std::vector<std::shared_ptr<Link>> links;
+  std::vector<Stranger> strangers;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& [id, link] : links_) links.push_back(link);
+    links_.clear();
+    strangers.swap(strangers_);
+  }
+  struct Waiting {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::size_t left;
+  };
+  auto waiting = std::make_shared<Waiting>();
+  waiting->left = links.size();
+  for (const auto& link : links) {
+    link->flush([waiting] {
+      const std::lock_guard lock(waiting->mutex);
+      --waiting->left;
+      waiting->changed.notify_all();
+    });
+  }
+  {
+    // The links' own verdict ends the wait for a peer that dies meanwhile.
+    const TimePoint until = after(Clock::now(), linger);
+    std::unique_lock lock(waiting->mutex);
+    while (waiting->left > 0 && Clock::now() < until) {
+      waiting->changed.wait_for(lock, milliseconds(100));
+      lock.unlock();
+      for (const auto& link : links) link->on_tick(Clock::now(), {});
+      lock.lock();
+    }
+  }
+  for (const auto& link : links) link->kill(Error(ErrorKind::aborted, "this process left"));
+  for (const Stranger& one : strangers) one.connection.close(kCloseLeft, "left");
+  try {
+    endpoint_.close().get(after(Clock::now(), kEndpointCloseTimeout));
+  } catch (const Error& error) {
+    log(LogLevel::debug, std::string("closing the endpoint: ") + error.what());
+  }
+}
+
+}  // namespace torch_iroh::link

@@ -1,0 +1,162 @@
+#include "transport/membership.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <random>
+
+#include "base/bytes.hpp"
+
+namespace torch_iroh::transport {
+namespace {
+
+constexpr std::uint32_t kRecordMagic = 0x31524954;  // "TIR1"
+constexpr std::uint16_t kMostAddresses = 64;
+
+// A store may still hold what an earlier group of the same name left there: each rank counts its own groups, so the
+// n-th group of every rank meets under the same prefix.
+std::string prefix_of_turn(KeyValueStore& store, int rank) {
+  return "torch_iroh/" + std::to_string(store.add_one("torch_iroh/turn/" + std::to_string(rank))) + "/";
+}
+
+std::uint64_t random_number() {
+  std::random_device device;
+  return std::uint64_t{device()} << 32 | device();
+}
+
+std::string host_name() {
+  char name[256] = {};
+  return gethostname(name, sizeof name - 1) == 0 ? name : "?";
+}
+
+std::vector<std::uint8_t> to_bytes(ByteWriter& out) {
+  const auto* from = reinterpret_cast<const std::uint8_t*>(out.bytes().data());
+  return {from, from + out.bytes().size()};
+}
+
+std::string ranks_text(const std::vector<int>& ranks) {
+  constexpr std::size_t kMostListed = 16;
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (std::size_t i = 0; i < std::min(ranks.size(), kMostListed); ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  if (ranks.size() > kMostListed) text += " and " + std::to_string(ranks.size() - kMostListed) + " more";
+  return text;
+}
+
+void await(KeyValueStore& store, const JoinRequest& request, const std::vector<int>& ranks,
+           const std::vector<std::string>& keys, TimePoint deadline) {
+  const Duration left = std::max<Duration>(deadline - Clock::now(), milliseconds(1));
+  if (store.wait(keys, left)) return;
+  std::vector<int> missing;
+  for (std::size_t i = 0; i < keys.size(); ++i) {
+    if (!store.has(keys[i])) missing.push_back(ranks[i]);
+  }
+  if (missing.empty()) return;
+  throw Error(ErrorKind::timeout,
+              "rank " + std::to_string(request.rank) + ": making the group: " + ranks_text(missing) + " of " +
+                  std::to_string(request.world) + " did not join within " + to_text(request.timeout) +
+                  ". Try: look at the log of that rank, or raise the timeout of the group");
+}
+
+void check_agreement(const JoinRequest& request, int peer, const Record& mine, const Record& theirs) {
+  const std::string who = "rank " + std::to_string(peer) + " on " + theirs.host;
+  if (theirs.wire_min > mine.wire_max || theirs.wire_max < mine.wire_min) {
+    throw Error(ErrorKind::mismatch,
+                "rank " + std::to_string(request.rank) + " speaks wire versions " + std::to_string(mine.wire_min) +
+                    "-" + std::to_string(mine.wire_max) + ", " + who + " speaks " + std::to_string(theirs.wire_min) +
+                    "-" + std::to_string(theirs.wire_max) + ". Try: install the same torch-iroh everywhere");
+  }
+  if (theirs.members != mine.members) {
+    throw Error(ErrorKind::mismatch, "the ranks disagree about who is in this group: rank " +
+                                         std::to_string(request.rank) + " listed [" + mine.members + "], " + who +
+                                         " listed [" + theirs.members + "]");
+  }
+}
+
+}  // namespace
+
+std::vector<std::uint8_t> encode(const Record& record) {
+  ByteWriter out;
+  out.put(kRecordMagic).put(record.wire_min).put(record.wire_max).put(record.chunk_bytes);
+  out.put_text(record.members).put_text(record.host).put_bytes(record.addr.id);
+  out.put_text(record.addr.relay_url.value_or(""));
+  out.put(static_cast<std::uint16_t>(record.addr.direct.size()));
+  for (const std::string& address : record.addr.direct) out.put_text(address);
+  return to_bytes(out);
+}
+
+Record decode_record(const std::vector<std::uint8_t>& bytes) {
+  ByteReader in(std::as_bytes(std::span(bytes)));
+  if (in.get<std::uint32_t>() != kRecordMagic) throw Error(ErrorKind::protocol, "not a torch-iroh record");
+  Record record;
+  record.wire_min = in.get<std::uint8_t>();
+  record.wire_max = in.get<std::uint8_t>();
+  record.chunk_bytes = in.get<std::uint32_t>();
+  record.members = in.get_text();
+  record.host = in.get_text();
+  const auto id = in.get_bytes(record.addr.id.size());
+  std::copy(id.begin(), id.end(), record.addr.id.begin());
+  if (std::string relay = in.get_text(); !relay.empty()) record.addr.relay_url = std::move(relay);
+  const auto addresses = in.get<std::uint16_t>();
+  if (addresses > kMostAddresses) throw Error(ErrorKind::protocol, "a record with too many addresses");
+  for (int i = 0; i < addresses; ++i) record.addr.direct.push_back(in.get_text());
+  return record;
+}
+
+Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node, const JoinRequest& request) {
+  const TimePoint deadline = after(Clock::now(), request.timeout);
+  const std::string prefix = prefix_of_turn(store, request.rank);
+  const std::string group_key = prefix + "group";
+  const auto rank_key = [&](int rank) { return prefix + "rank/" + std::to_string(rank); };
+  // Rank 0 numbers the group before anyone can send to anyone: who is known to others has joined already.
+  if (request.rank == 0) {
+    ByteWriter number;
+    number.put(random_number());
+    store.set(group_key, to_bytes(number));
+  } else {
+    await(store, request, {0}, {group_key}, deadline);
+  }
+  const auto number_bytes = store.get(group_key);
+  const auto number = ByteReader(std::as_bytes(std::span(number_bytes))).get<std::uint64_t>();
+
+  Joined joined;
+  joined.transport = IrohTransport::join(node, number, request.rank, request.world);
+
+  Record mine;
+  mine.chunk_bytes = request.chunk_bytes;
+  mine.members = request.members;
+  mine.host = host_name();
+  mine.addr = node->addr();
+  if (mine.addr.direct.size() > kMostAddresses) mine.addr.direct.resize(kMostAddresses);
+  store.set(rank_key(request.rank), encode(mine));
+
+  std::vector<int> ranks;
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < request.world; ++rank) {
+    ranks.push_back(rank);
+    keys.push_back(rank_key(rank));
+  }
+  await(store, request, ranks, keys, deadline);
+
+  joined.chunk_bytes = request.chunk_bytes;
+  std::uint8_t wire_version = mine.wire_max;
+  std::vector<iroh::EndpointAddr> members;
+  for (int rank = 0; rank < request.world; ++rank) {
+    try {
+      Record record = decode_record(store.get(keys[static_cast<std::size_t>(rank)]));
+      check_agreement(request, rank, mine, record);
+      wire_version = std::min(wire_version, record.wire_max);
+      joined.chunk_bytes = std::min(joined.chunk_bytes, record.chunk_bytes);
+      members.push_back(std::move(record.addr));
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::protocol) throw;
+      throw Error(ErrorKind::protocol, "rank " + std::to_string(request.rank) + ": the store's entry of rank " +
+                                           std::to_string(rank) + " is unreadable: " + error.what());
+    }
+  }
+  joined.transport->set_members(members, wire_version);
+  return joined;
+}
+
+}  // namespace torch_iroh::transport

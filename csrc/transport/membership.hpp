@@ -1,0 +1,56 @@
+// How the ranks of a group find each other: each publishes who it is in a key-value store, reads the others, and all
+// agree on a group number, a wire version and a chunk size. Knows the store only as five functions.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "link/node.hpp"
+#include "transport/iroh_transport.hpp"
+
+namespace torch_iroh::transport {
+
+class KeyValueStore {
+ public:
+  virtual ~KeyValueStore() = default;
+  virtual void set(const std::string& key, const std::vector<std::uint8_t>& value) = 0;
+  virtual std::vector<std::uint8_t> get(const std::string& key) = 0;  // of a key that is there
+  virtual bool has(const std::string& key) = 0;
+  virtual std::int64_t add_one(const std::string& key) = 0;  // the new value
+  // False when a key is still missing after `timeout`. Throws when the store itself fails.
+  virtual bool wait(const std::vector<std::string>& keys, Duration timeout) = 0;
+};
+
+// What one rank publishes.
+struct Record {
+  std::uint8_t wire_min = link::kWireVersionMin;
+  std::uint8_t wire_max = link::kWireVersionMax;
+  std::uint32_t chunk_bytes = 0;
+  std::string members;  // which ranks this rank believes are in the group
+  std::string host;     // for error texts
+  iroh::EndpointAddr addr;
+};
+
+std::vector<std::uint8_t> encode(const Record& record);
+Record decode_record(const std::vector<std::uint8_t>& bytes);  // throws Error(protocol)
+
+struct JoinRequest {
+  int rank = 0;
+  int world = 1;
+  std::uint32_t chunk_bytes = 0;
+  std::string members;
+  Duration timeout{};
+};
+
+struct Joined {
+  std::shared_ptr<IrohTransport> transport;
+  std::uint32_t chunk_bytes = 0;  // the smallest that any rank asked for
+};
+
+// Blocks until every rank has published. Throws Error(timeout) naming the ranks that have not, Error(mismatch) when
+// ranks disagree about who is in the group or speak no common wire version.
+Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node, const JoinRequest& request);
+
+}  // namespace torch_iroh::transport

@@ -1,0 +1,1 @@
+"""SkyPilot task files and the launch commands that use them."""

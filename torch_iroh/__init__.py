@@ -1,0 +1,65 @@
+"""torch-iroh: PyTorch training on machines that share no network.
+
+>>> import torch.distributed as dist
+>>> dist.init_process_group("iroh")  # doctest: +SKIP
+
+Nothing else has to be imported: torch finds the backend through an entry point. This package adds the options of a
+group (:class:`Options`), its statistics (:func:`stats`) and ranks that are threads of one process
+(:class:`InProcessWorld`). Importing it costs nothing: torch and the native code are loaded on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_iroh._C import Options
+    from torch_iroh._statistics import GroupStats, PeerStats, stats
+    from torch_iroh.in_process import InProcessRank, InProcessWorld
+
+__all__ = ["GroupStats", "InProcessRank", "InProcessWorld", "Options", "PeerStats", "stats"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "GroupStats": "torch_iroh._statistics",
+    "InProcessRank": "torch_iroh.in_process",
+    "InProcessWorld": "torch_iroh.in_process",
+    "PeerStats": "torch_iroh._statistics",
+    "stats": "torch_iroh._statistics",
+}
+
+
+def _autoload() -> None:
+    """Entry point of torch's backend autoload: must neither fail nor do anything but register."""
+    from torch_iroh import _register
+
+    _register.register_quietly()
+
+
+def __getattr__(name: str) -> Any:
+    # PEP 562: a lazy module. `import torch_iroh` may run before torch is imported, or while it is.
+    if name == "Options":
+        from torch_iroh._native import torch_module
+
+        return torch_module().Options
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'torch_iroh' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
+
+
+def _register_if_torch_is_loaded() -> None:
+    import sys
+
+    # With TORCH_DEVICE_BACKEND_AUTOLOAD=0 this import is what registers the backend; a torch that is still being
+    # imported (it may be importing us) registers by its entry point instead.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and hasattr(distributed, "Backend"):
+        _autoload()
+
+
+_register_if_torch_is_loaded()
