@@ -98,7 +98,7 @@ Of this group:
     connect (str): "lazy" (default) connects two ranks on their first exchange, "eager" all pairs at once.
 
 Of this process; the first group decides, later groups must leave them unset or equal:
-    streams (int): data streams per peer, 1 to 64; default 4.
+    streams (int): data streams per peer at most, 1 to 64; default 8. As many are used as the round-trip time asks for.
     peer_timeout (float): seconds of silence after which a peer is dead; default 3.
     heartbeat (float): seconds between signs of life; default 0.5, at most half of peer_timeout.
     connect_timeout (float): seconds to reach a peer; default 10.

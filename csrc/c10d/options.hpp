@@ -24,7 +24,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   std::optional<std::string> algorithm;     // "auto" (default), "ring", "direct"
   std::optional<std::string> connect;       // "lazy" (default): on first use; "eager": all peers at once
   // Of this process: the first group decides.
-  std::optional<std::int64_t> streams;  // data streams per peer, default 4
+  std::optional<std::int64_t> streams;  // data streams per peer at most, default 8
   Seconds peer_timeout;                 // silence after which a peer is dead, default 3
   Seconds heartbeat;                    // default 0.5
   Seconds connect_timeout;              // default 10

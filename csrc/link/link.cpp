@@ -9,12 +9,15 @@ namespace torch_iroh::link {
 namespace {
 
 constexpr Duration kRedialPause = milliseconds(200);
+constexpr Duration kFarewell = milliseconds(1000);
 // Heartbeats must not wait behind bulk data inside QUIC.
 constexpr std::int32_t kControlPriority = 10;
-constexpr std::uint64_t kStreamRefused = 1;
+// A stream carries at most 1.25 MB per round trip (iroh's fixed window), so 1 Gbit/s needs one more every 10 ms; more
+// than needed only costs CPU (loopback, 2 cores, 64 MiB all_reduce of 2 ranks: 1 lane 1.8 Gbit/s in all, 4 lanes 1.2).
+constexpr double kRttPerLane = 8.0;  // ms
+constexpr Duration kChooseLanesEvery = milliseconds(1000);
 constexpr std::uint32_t kCloseDuplicate = 2;
 constexpr std::uint32_t kCloseDead = 3;
-constexpr const char* kDuplicate = "duplicate connection";
 
 }  // namespace
 
@@ -25,184 +28,78 @@ Link::Link(iroh::Endpoint endpoint, iroh::EndpointAddr peer, const LinkOptions& 
       events_(std::move(events)),
       liveness_(options.peer_timeout, Clock::now()) {}
 
+// ---- sending ----
+
 void Link::connect() {
   {
     const std::lock_guard lock(mutex_);
     if (state_ != State::idle) return;
     state_ = State::dialing;
-    dial_deadline_ = after(Clock::now(), options_.connect_timeout);
+    first_word_by_ = after(Clock::now(), options_.connect_timeout);
   }
   dial();
 }
 
 void Link::dial() {
-  std::uint64_t attempt = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    if (state_ != State::dialing) return;
-    attempt = next_attempt();
-    redial_at_ = kNever;
-  }
-  auto on_result = [weak = weak_from_this(), attempt](Result<iroh::Connection> result) {
-    if (const auto self = weak.lock()) self->on_dialed(attempt, std::move(result));
+  auto on_result = [weak = weak_from_this()](Result<iroh::Connection> result) {
+    if (const auto self = weak.lock()) self->on_dialed(std::move(result));
   };
   try {
     auto canceller = endpoint_.connect(peer_, kAlpn).then(on_result);
     const std::lock_guard lock(mutex_);
-    if (state_ == State::dialing && attempt == attempt_) dialing_ = std::move(canceller);
+    if (state_ == State::dialing && !outgoing_) dialing_ = std::move(canceller);
   } catch (const Error& error) {
     on_result(error);
   }
 }
 
-void Link::on_dialed(std::uint64_t attempt, Result<iroh::Connection> result) {
-  iroh::Connection connection;
+void Link::on_dialed(Result<iroh::Connection> result) {
   {
     const std::lock_guard lock(mutex_);
-    if (state_ != State::dialing || attempt != attempt_) {
-      if (!result.ok()) return;
-      connection = std::move(result.value());
-    } else if (!result.ok()) {
-      // A peer that dialled us at the same moment refuses ours and keeps its own, which is about to arrive.
+    if (state_ == State::dialing && result.ok()) {
+      outgoing_ = result.value();
+    } else if (state_ == State::dialing) {
       last_dial_error_ = result.error().what();
       redial_at_ = after(Clock::now(), kRedialPause);
       return;
-    } else {
-      connection_ = result.value();
     }
   }
-  if (connection) return connection.close(kCloseDuplicate, kDuplicate);
-  begin(result.value(), attempt);
-}
-
-std::uint64_t Link::next_attempt() {
-  lanes_.clear();
-  lanes_seen_ = 0;
-  recv_lanes_ = 0;
-  return ++attempt_;
-}
-
-bool Link::adopt(iroh::Connection connection) {
-  iroh::Connection dropped;
-  iroh::Canceller dialing;
-  std::uint64_t attempt = 0;
-  {
-    const std::lock_guard lock(mutex_);
-    const bool mine_wins = state_ == State::dialing && endpoint_.id() < peer_.id;
-    if (state_ == State::up || state_ == State::dead || mine_wins) {
-      dropped = std::move(connection);
-    } else {
-      dropped = std::exchange(connection_, connection);
-      dialing = std::exchange(dialing_, {});
-      attempt = next_attempt();
-      state_ = State::up;
-      greeted_ = true;
-      liveness_.on_frame(Clock::now());
-    }
-  }
-  dialing.cancel();
-  if (dropped) dropped.close(kCloseDuplicate, kDuplicate);
-  if (attempt == 0) return false;
-  begin(connection, attempt);
-  return true;
-}
-
-void Link::begin(const iroh::Connection& connection, std::uint64_t attempt) {
-  connection.closed().then([weak = weak_from_this(), attempt](Result<std::string> reason) {
+  if (!result.ok()) return;
+  const iroh::Connection& connection = result.value();
+  if (is_dead()) return connection.close(kCloseDead, "given up");
+  connection.closed().then([weak = weak_from_this()](Result<std::string> reason) {
     const auto self = weak.lock();
-    if (self) self->on_closed(attempt, reason.ok() ? reason.value() : reason.error().what());
+    if (self) self->on_outgoing_closed(reason.ok() ? reason.value() : reason.error().what());
   });
-  accept_lanes(connection, attempt);
-  open_lanes(connection, attempt, 0);
+  open_lanes(connection, 0);
 }
 
-void Link::open_lanes(const iroh::Connection& connection, std::uint64_t attempt, std::uint8_t index) {
+void Link::open_lanes(const iroh::Connection& connection, std::uint8_t index) {
   const auto lanes = static_cast<std::uint8_t>(options_.streams + 1);
-  if (index == lanes) return release_backlog();
-  connection.open_uni().then(
-      [weak = weak_from_this(), connection, attempt, index, lanes](Result<iroh::SendStream> result) {
-        const auto self = weak.lock();
-        if (!self || !result.ok()) return;  // the connection is ending: on_closed reports it
-        iroh::SendStream& stream = result.value();
-        if (index == 0) stream.set_priority(kControlPriority).then([](Result<Nothing>) {});
-        auto lane = std::make_shared<SendLane>(std::move(stream));
-        const auto hello = std::make_shared<std::array<std::byte, HelloBody::kBytes>>(encode(HelloBody{index, lanes}));
-        FrameHeader header{.type = FrameType::hello};
-        header.length = HelloBody::kBytes;
-        lane->send({header, *hello, [hello](Result<Nothing>) {}});
-        {
-          const std::lock_guard lock(self->mutex_);
-          if (self->state_ == State::dead || attempt != self->attempt_) return;
-          self->lanes_.push_back(std::move(lane));
-        }
-        self->open_lanes(connection, attempt, static_cast<std::uint8_t>(index + 1));
-      });
-}
-
-void Link::accept_lanes(const iroh::Connection& connection, std::uint64_t attempt) {
-  connection.accept_uni().then([weak = weak_from_this(), connection, attempt](Result<iroh::RecvStream> result) {
-    const auto self = weak.lock();
-    if (!self || !result.ok()) return;
-    if (self->add_lane(std::move(result.value()), attempt)) self->accept_lanes(connection, attempt);
-  });
-}
-
-bool Link::add_lane(iroh::RecvStream stream, std::uint64_t attempt) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (attempt != attempt_) return false;
-    ++recv_lanes_;
+  if (index == lanes) {
+    choose_lanes();
+    return release_backlog();
   }
-  auto greeted = std::make_shared<bool>(false);
-  auto on_frame = [weak = weak_from_this(), attempt, greeted](const FrameHeader& header, Payload payload) {
+  connection.open_uni().then([weak = weak_from_this(), connection, index, lanes](Result<iroh::SendStream> result) {
     const auto self = weak.lock();
-    if (!self) return false;
-    if (!*greeted) return *greeted = self->greet(attempt, header, payload);
+    if (!self || !result.ok()) return;  // the connection is ending: its end is reported elsewhere
+    iroh::SendStream& stream = result.value();
+    if (index == 0) stream.set_priority(kControlPriority).then([](Result<Nothing>) {});
+    auto lane = std::make_shared<SendLane>(std::move(stream));
+    const auto hello = std::make_shared<std::array<std::byte, HelloBody::kBytes>>(encode(HelloBody{index, lanes}));
+    FrameHeader header{.type = FrameType::hello};
+    header.length = HelloBody::kBytes;
+    lane->send({header, *hello, [hello](Result<Nothing>) {}});
     {
       const std::lock_guard lock(self->mutex_);
-      self->liveness_.on_frame(Clock::now());
+      if (self->state_ == State::dead) return;
+      self->lanes_.push_back(std::move(lane));
     }
-    if (header.type != FrameType::heartbeat) self->events_.on_frame(self->peer_.id, header, std::move(payload));
-    return true;
-  };
-  auto on_end = [weak = weak_from_this(), attempt, greeted](const std::optional<Error>& error) {
-    if (const auto self = weak.lock()) self->on_recv_lane_end(attempt, *greeted, error);
-  };
-  std::make_shared<RecvLane>(std::move(stream), std::move(on_frame), std::move(on_end))->start();
-  return true;
+    self->open_lanes(connection, static_cast<std::uint8_t>(index + 1));
+  });
 }
 
-bool Link::greet(std::uint64_t attempt, const FrameHeader& header, const Payload& payload) {
-  try {
-    if (header.type != FrameType::hello) throw Error(ErrorKind::protocol, "bad frame: a stream without a hello");
-    const HelloBody hello = decode_hello(payload.bytes());
-    const std::uint64_t bit = hello.lane < 64 ? std::uint64_t{1} << hello.lane : 0;
-    {
-      const std::lock_guard lock(mutex_);
-      if (attempt != attempt_) return false;
-      if ((lanes_seen_ & bit) != 0) throw Error(ErrorKind::protocol, "bad frame: a second hello for one lane");
-      lanes_seen_ |= bit;
-      liveness_.on_frame(Clock::now());
-    }
-    on_greeted();
-    return true;
-  } catch (const Error& error) {
-    log_once(LogLevel::warn, "hello " + iroh::to_hex(peer_.id),
-             "refused a stream of peer " + iroh::short_name(peer_.id) + ": " + error.what());
-    return false;
-  }
-}
-
-void Link::on_greeted() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (greeted_) return;
-    greeted_ = true;
-  }
-  release_backlog();
-}
-
-// Frames wait until the peer has said hello and our own lanes are open.
+// What was sent while there were no lanes goes first; only then is the link up, and later frames go straight to a lane.
 void Link::release_backlog() {
   for (;;) {
     std::vector<OutFrame> control;
@@ -210,18 +107,17 @@ void Link::release_backlog() {
     std::vector<std::shared_ptr<SendLane>> lanes;
     {
       const std::lock_guard lock(mutex_);
-      if (!greeted_ || !lanes_are_open() || state_ == State::dead) return;
+      if (state_ == State::dead) return;
       control.swap(control_backlog_);
       data.swap(data_backlog_);
       lanes = lanes_;
       if (control.empty() && data.empty()) {
         state_ = State::up;
-        released_ = true;
         return;
       }
     }
     for (OutFrame& frame : control) lanes[0]->send(std::move(frame));
-    for (std::size_t i = 0; i < data.size(); ++i) lanes[1 + i % (lanes.size() - 1)]->send(std::move(data[i]));
+    for (OutFrame& frame : data) lanes[1]->send(std::move(frame));
   }
 }
 
@@ -239,11 +135,11 @@ void Link::send(OutFrame frame, std::vector<OutFrame>& backlog, bool control) {
   {
     const std::lock_guard lock(mutex_);
     dead = cause_;
-    if (!dead && released_) {
-      lane =
-          control ? lanes_[0] : *std::min_element(lanes_.begin() + 1, lanes_.end(), [](const auto& a, const auto& b) {
-            return a->queued_bytes() < b->queued_bytes();
-          });
+    if (!dead && state_ == State::up) {
+      const auto less = [](const auto& a, const auto& b) { return a->queued_bytes() < b->queued_bytes(); };
+      const auto first = lanes_.begin() + 1;
+      lane = control ? lanes_[0] : *std::min_element(first, first + static_cast<std::ptrdiff_t>(lanes_in_use_), less);
+      sent_data_ = sent_data_ || !control;
     } else if (!dead) {
       backlog.push_back(std::move(frame));
     }
@@ -267,74 +163,170 @@ void Link::send_everywhere(const FrameHeader& header) {
   for (const auto& lane : lanes) lane->send({header, {}, nullptr});
 }
 
-void Link::on_recv_lane_end(std::uint64_t attempt, bool greeted, const std::optional<Error>& error) {
-  bool gone = false;
+void Link::on_outgoing_closed(const std::string& reason) {
   {
     const std::lock_guard lock(mutex_);
-    if (attempt != attempt_) return;
-    --recv_lanes_;
-    gone = closed_ && recv_lanes_ == 0;
+    if (state_ == State::dead) return;
+    // A peer that leaves ends both connections; what it sent before on its own is still being read, and counts.
+    if (incoming_) {
+      give_up_at_ = after(Clock::now(), kFarewell);
+      closed_reason_ = reason;
+      return;
+    }
+  }
+  die(Error(ErrorKind::peer_gone, "it refused the connection or ended it (" + reason + ")"));
+}
+
+// ---- receiving ----
+
+void Link::adopt(const iroh::Connection& connection) {
+  bool refuse = false;
+  {
+    const std::lock_guard lock(mutex_);
+    // A second one replaces the first only while nothing has come on that: the peer's first attempt was cut short.
+    refuse = state_ == State::dead || (incoming_ && lanes_seen_ != 0);
+    if (!refuse) {
+      incoming_ = connection;
+      liveness_.on_frame(Clock::now());
+    }
+  }
+  if (refuse) return connection.close(kCloseDuplicate, "a second connection");
+  connection.closed().then([weak = weak_from_this(), connection](Result<std::string> reason) {
+    const auto self = weak.lock();
+    if (self) self->on_incoming_closed(reason.ok() ? reason.value() : reason.error().what());
+  });
+  accept_lanes(connection);
+  connect();
+}
+
+void Link::accept_lanes(const iroh::Connection& connection) {
+  connection.accept_uni().then([weak = weak_from_this(), connection](Result<iroh::RecvStream> result) {
+    const auto self = weak.lock();
+    if (!self || !result.ok()) return;
+    self->add_lane(std::move(result.value()));
+    self->accept_lanes(connection);
+  });
+}
+
+void Link::add_lane(iroh::RecvStream stream) {
+  {
+    const std::lock_guard lock(mutex_);
+    ++recv_lanes_;
+  }
+  auto greeted = std::make_shared<bool>(false);
+  auto on_frame = [weak = weak_from_this(), greeted](const FrameHeader& header, Payload payload) {
+    const auto self = weak.lock();
+    if (!self) return false;
+    {
+      const std::lock_guard lock(self->mutex_);
+      self->heard_ = true;
+      self->liveness_.on_frame(Clock::now());
+    }
+    if (!*greeted) return *greeted = self->greet(header, payload);
+    if (header.type != FrameType::heartbeat) self->events_.on_frame(self->peer_.id, header, std::move(payload));
+    return true;
+  };
+  auto on_end = [weak = weak_from_this(), greeted](const std::optional<Error>& error) {
+    if (const auto self = weak.lock()) self->on_recv_lane_end(*greeted, error);
+  };
+  std::make_shared<RecvLane>(std::move(stream), std::move(on_frame), std::move(on_end))->start();
+}
+
+bool Link::greet(const FrameHeader& header, const Payload& payload) {
+  try {
+    if (header.type != FrameType::hello) throw Error(ErrorKind::protocol, "bad frame: a stream without a hello");
+    const HelloBody hello = decode_hello(payload.bytes());
+    const std::uint64_t bit = hello.lane < 64 ? std::uint64_t{1} << hello.lane : 0;
+    const std::lock_guard lock(mutex_);
+    if ((lanes_seen_ & bit) != 0) throw Error(ErrorKind::protocol, "bad frame: a second hello for one lane");
+    lanes_seen_ |= bit;
+    return true;
+  } catch (const Error& error) {
+    log_once(LogLevel::warn, "stream " + iroh::to_hex(peer_.id),
+             "refused a stream of peer " + iroh::short_name(peer_.id) + ": " + error.what());
+    return false;
+  }
+}
+
+void Link::on_recv_lane_end(bool greeted, const std::optional<Error>& error) {
+  bool drained = false;
+  {
+    const std::lock_guard lock(mutex_);
+    drained = --recv_lanes_ == 0 && incoming_closed_;
   }
   if (error && error->kind() == ErrorKind::protocol) {
     if (greeted) return die(*error);
     log_once(LogLevel::warn, "stream " + iroh::to_hex(peer_.id),
              "refused a stream of peer " + iroh::short_name(peer_.id) + ": " + error->what());
   }
-  if (gone) on_closed(attempt, closed_reason_);
+  if (drained) on_incoming_closed(closed_reason_);
 }
 
-// The connection has ended. What the peer sent before is still being read: it counts.
-void Link::on_closed(std::uint64_t attempt, const std::string& reason) {
+void Link::on_incoming_closed(const std::string& reason) {
   {
     const std::lock_guard lock(mutex_);
-    if (state_ == State::dead || attempt != attempt_) return;
-    if (state_ == State::dialing && !greeted_) {
-      // Refused as a duplicate, or the peer does not know us yet: try again until the deadline.
-      last_dial_error_ = reason;
-      connection_ = {};
-      next_attempt();
-      redial_at_ = after(Clock::now(), kRedialPause);
-      return;
-    }
-    closed_ = true;
+    if (state_ == State::dead) return;
+    incoming_closed_ = true;
     closed_reason_ = reason;
-    if (recv_lanes_ > 0) return;
+    if (recv_lanes_ > 0) return;  // the last lane to end comes back here
   }
   die(Error(ErrorKind::peer_gone, "its connection ended (" + reason + ")"));
+}
+
+// ---- life and death ----
+
+void Link::choose_lanes() {
+  const auto path = selected_path();
+  const double rtt = path ? static_cast<double>(path->rtt_ms) : 0.0;
+  const std::lock_guard lock(mutex_);
+  lanes_in_use_ = std::clamp<std::size_t>(static_cast<std::size_t>(rtt / kRttPerLane) + 1, 1,
+                                          static_cast<std::size_t>(options_.streams));
+}
+
+std::optional<Error> Link::verdict_locked(TimePoint now) {
+  if (state_ == State::idle || state_ == State::dead) return std::nullopt;
+  if (now >= give_up_at_) return Error(ErrorKind::peer_gone, "its connection ended (" + closed_reason_ + ")");
+  const bool reached = state_ == State::up && heard_;
+  if (!reached && now >= first_word_by_) {
+    return Error(ErrorKind::peer_gone,
+                 "it could not be reached within " + to_text(options_.connect_timeout) +
+                     (last_dial_error_.empty() ? std::string() : " (last answer: " + last_dial_error_ + ")"));
+  }
+  if (heard_ && liveness_.on_timer(now) == Verdict::dead) {
+    return Error(ErrorKind::peer_gone, "nothing was received from it for " + to_text(liveness_.quiet_for(now)) +
+                                           " (process gone, or its network is down)");
+  }
+  return std::nullopt;
 }
 
 void Link::on_tick(TimePoint now, Duration paused) {
   std::optional<Error> verdict;
   std::shared_ptr<SendLane> control;
   bool redial = false;
+  bool choose = false;
   {
     const std::lock_guard lock(mutex_);
     liveness_.forgive(paused);
-    if (state_ == State::dialing) {
-      if (now >= dial_deadline_) {
-        verdict = Error(ErrorKind::peer_gone,
-                        "it could not be reached within " + to_text(options_.connect_timeout) +
-                            (last_dial_error_.empty() ? std::string() : " (last answer: " + last_dial_error_ + ")"));
-      } else if (now >= redial_at_) {
-        redial = true;
-      }
-    } else if (state_ == State::up) {
-      if (liveness_.on_timer(now) == Verdict::dead) {
-        verdict = Error(ErrorKind::peer_gone, "nothing was received from it for " + to_text(liveness_.quiet_for(now)) +
-                                                  " (process gone, or its network is down)");
-      } else if (now >= heartbeat_at_ && !lanes_.empty()) {
-        heartbeat_at_ = now + options_.heartbeat;
-        control = lanes_[0];
-      }
+    verdict = verdict_locked(now);
+    if (!verdict && now >= redial_at_) {
+      redial = true;
+      redial_at_ = kNever;
+    }
+    if (!verdict && state_ == State::up && now >= heartbeat_at_) {
+      heartbeat_at_ = now + options_.heartbeat;
+      control = lanes_[0];
+    }
+    if (sent_data_ && now >= choose_lanes_at_) {
+      choose = true;
+      sent_data_ = false;
+      choose_lanes_at_ = now + kChooseLanesEvery;
     }
   }
-  if (verdict) {
-    die(*verdict);
-  } else if (redial) {
-    dial();
-  } else if (control && control->idle()) {
-    control->send({FrameHeader{}, {}, nullptr});
-  }
+  if (verdict) return die(*verdict);
+  if (redial) dial();
+  if (choose) choose_lanes();
+  // Whatever is still queued is a sign of life as good as a heartbeat.
+  if (control && control->idle()) control->send({FrameHeader{}, {}, nullptr});
 }
 
 void Link::flush(std::function<void()> flushed) {
@@ -357,7 +349,8 @@ void Link::kill(const Error& cause) {
 }
 
 void Link::die(const Error& cause) {
-  iroh::Connection connection;
+  iroh::Connection outgoing;
+  iroh::Connection incoming;
   iroh::Canceller dialing;
   std::vector<std::shared_ptr<SendLane>> lanes;
   std::vector<OutFrame> backlog;
@@ -366,7 +359,8 @@ void Link::die(const Error& cause) {
     if (state_ == State::dead) return;
     state_ = State::dead;
     cause_ = cause;
-    connection = std::exchange(connection_, {});
+    outgoing = std::exchange(outgoing_, {});
+    incoming = std::exchange(incoming_, {});
     dialing = std::exchange(dialing_, {});
     lanes.swap(lanes_);
     backlog.swap(control_backlog_);
@@ -374,16 +368,14 @@ void Link::die(const Error& cause) {
     data_backlog_.clear();
   }
   dialing.cancel();
-  if (connection) connection.close(kCloseDead, cause.kind() == ErrorKind::aborted ? "left" : "given up");
+  const std::string reason = cause.kind() == ErrorKind::aborted ? "left" : "given up";
+  if (outgoing) outgoing.close(kCloseDead, reason);
+  if (incoming) incoming.close(kCloseDead, reason);
   for (const auto& lane : lanes) lane->fail(cause);
-  finish(backlog, cause);
-  events_.on_dead(peer_.id, cause);
-}
-
-void Link::finish(std::vector<OutFrame>& frames, const Error& error) {
-  for (OutFrame& frame : frames) {
-    if (frame.done) frame.done(error);
+  for (OutFrame& frame : backlog) {
+    if (frame.done) frame.done(cause);
   }
+  events_.on_dead(peer_.id, cause);
 }
 
 bool Link::is_up() const {
@@ -396,30 +388,29 @@ bool Link::is_dead() const {
   return state_ == State::dead;
 }
 
-std::string Link::path_text() const {
+std::optional<iroh::Path> Link::selected_path() const {
   iroh::Connection connection;
   {
     const std::lock_guard lock(mutex_);
-    if (state_ == State::up) connection = connection_;
-  }
-  if (!connection) return "not connected";
-  for (const iroh::Path& path : connection.paths()) {
-    if (path.selected) return (path.relay ? "relay " : "direct ") + path.remote_addr;
-  }
-  return "no path selected";
-}
-
-std::optional<double> Link::rtt_ms() const {
-  iroh::Connection connection;
-  {
-    const std::lock_guard lock(mutex_);
-    if (state_ == State::up) connection = connection_;
+    connection = outgoing_ ? outgoing_ : incoming_;
   }
   if (!connection) return std::nullopt;
   for (const iroh::Path& path : connection.paths()) {
-    if (path.selected) return static_cast<double>(path.rtt_ms);
+    if (path.selected) return path;
   }
   return std::nullopt;
+}
+
+std::string Link::path_text() const {
+  const auto path = selected_path();
+  if (!path) return "not connected";
+  return (path->relay ? "relay " : "direct ") + path->remote_addr;
+}
+
+std::optional<double> Link::rtt_ms() const {
+  const auto path = selected_path();
+  if (!path) return std::nullopt;
+  return static_cast<double>(path->rtt_ms);
 }
 
 }  // namespace torch_iroh::link
