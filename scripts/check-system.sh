@@ -23,8 +23,7 @@ missing() {  # one Debian package name per thing that is not there
   compiles '#include <span>' '' || echo g++
   [ "$purpose" = test ] || return 0
   compiles '#include <doctest/doctest.h>' "$(homebrew)" || echo doctest-dev
-  # The network tests make hosts out of namespaces, which only Linux has.
-  [ "$(uname -s)" != Linux ] || command -v ip >/dev/null || [ -x /sbin/ip ] || echo iproute2
+
 }
 
 as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import importlib.metadata
 import importlib.util
 import os
-import weakref
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 _LIBRARY_NAMES = ("libiroh_ffi.so", "libiroh_ffi.dylib")
-_groups: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def core_module() -> ModuleType:
@@ -90,9 +88,9 @@ def open_library() -> None:
     core_module().open_library(path, version)
 
 
+@functools.cache
 def leave_politely_at_exit() -> None:
-    """Say goodbye to the peers when the interpreter ends without ``destroy_process_group``."""
-    global leave_politely_at_exit
+    """Say goodbye to the peers when the interpreter ends without ``destroy_process_group``. Once per process."""
     owner = os.getpid()
 
     def leave() -> None:
@@ -100,4 +98,3 @@ def leave_politely_at_exit() -> None:
             core_module().leave_all_groups()
 
     atexit.register(leave)
-    leave_politely_at_exit = lambda: None  # noqa: E731

@@ -18,9 +18,7 @@ def _create(options: Any, pg_options: Any = None) -> Any:
     elif isinstance(pg_options, module.Options):
         chosen = pg_options.__copy__()  # the caller's object may serve several groups
     else:
-        raise TypeError(
-            f'backend "iroh" takes pg_options=torch_iroh.Options(...), not {type(pg_options).__name__}'
-        )
+        raise TypeError(f'backend "iroh" takes pg_options=torch_iroh.Options(...), not {type(pg_options).__name__}')
     chosen._timeout = options.timeout
     chosen.group_name = options.group_id
     chosen.global_ranks_in_group = options.global_ranks_in_group

@@ -82,9 +82,7 @@ class InProcessRank:
     ) -> None:
         array = receive if receive is not None else send
         kind = "uint8" if array is None else _dtype_of(array, dtype)
-        self._native.collective(
-            name, kind, op, factor, root, send, receive, list(blocks), list(send_blocks), timeout
-        )
+        self._native.collective(name, kind, op, factor, root, send, receive, list(blocks), list(send_blocks), timeout)
 
     def all_reduce(
         self,
@@ -120,9 +118,7 @@ class InProcessRank:
     ) -> Array:
         """Return the reduction over all ranks of their block for this rank; `arrays` has one block per rank."""
         out = np.empty(arrays[self.rank].size, arrays[0].dtype)
-        self._run(
-            "reduce_scatter", _joined(arrays), out, op=op, blocks=_blocks(arrays), dtype=dtype, timeout=timeout
-        )
+        self._run("reduce_scatter", _joined(arrays), out, op=op, blocks=_blocks(arrays), dtype=dtype, timeout=timeout)
         return out
 
     def gather(self, array: Array, root: int, *, timeout: float = _FOREVER) -> Array | None:

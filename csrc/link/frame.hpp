@@ -24,7 +24,7 @@ enum class FrameType : std::uint8_t {
   hello = 1,      // first on every stream; payload: HelloBody
   data = 2,       // a chunk of a message of a group
   control = 3,    // a small message of a group, in order (all on lane 0)
-  heartbeat = 4,  // a sign of life, empty
+  heartbeat = 4,  // a sign of life, empty; sequence: the sender's clock, chunk: 0, or 1 when it is sent back
   goodbye = 5,    // the sender leaves `group`; sent last on every lane
 };
 

@@ -9,6 +9,7 @@ namespace torch_iroh::link {
 namespace {
 
 constexpr Duration kRedialPause = milliseconds(200);
+constexpr std::size_t kRttSamples = 8;
 constexpr Duration kFarewell = milliseconds(1000);
 // Heartbeats must not wait behind bulk data inside QUIC.
 constexpr std::int32_t kControlPriority = 10;
@@ -18,6 +19,16 @@ constexpr double kRttPerLane = 8.0;  // ms
 constexpr Duration kChooseLanesEvery = milliseconds(1000);
 constexpr std::uint32_t kCloseDuplicate = 2;
 constexpr std::uint32_t kCloseDead = 3;
+
+std::uint64_t clock_ticks(TimePoint time) {
+  return static_cast<std::uint64_t>(std::chrono::nanoseconds(time.time_since_epoch()).count());
+}
+
+FrameHeader heartbeat_at(TimePoint now) {
+  FrameHeader header{.type = FrameType::heartbeat};
+  header.sequence = clock_ticks(now);
+  return header;
+}
 
 }  // namespace
 
@@ -223,7 +234,11 @@ void Link::add_lane(iroh::RecvStream stream) {
       self->liveness_.on_frame(Clock::now());
     }
     if (!*greeted) return *greeted = self->greet(header, payload);
-    if (header.type != FrameType::heartbeat) self->events_.on_frame(self->peer_.id, header, std::move(payload));
+    if (header.type == FrameType::heartbeat) {
+      self->on_heartbeat(header);
+    } else {
+      self->events_.on_frame(self->peer_.id, header, std::move(payload));
+    }
     return true;
   };
   auto on_end = [weak = weak_from_this(), greeted](const std::optional<Error>& error) {
@@ -326,7 +341,26 @@ void Link::on_tick(TimePoint now, Duration paused) {
   if (redial) dial();
   if (choose) choose_lanes();
   // Whatever is still queued is a sign of life as good as a heartbeat.
-  if (control && control->idle()) control->send({FrameHeader{}, {}, nullptr});
+  if (control && control->idle()) control->send({heartbeat_at(now), {}, nullptr});
+}
+
+void Link::on_heartbeat(const FrameHeader& header) {
+  if (header.chunk == 0) {
+    FrameHeader echo = header;
+    echo.chunk = 1;
+    std::shared_ptr<SendLane> control;
+    {
+      const std::lock_guard lock(mutex_);
+      if (state_ == State::up) control = lanes_[0];
+    }
+    if (control) control->send({echo, {}, nullptr});
+    return;
+  }
+  const double sample = static_cast<double>(clock_ticks(Clock::now()) - header.sequence) / 1e6;
+  if (sample < 0 || sample > 1e6) return;  // not a time that we sent
+  const std::lock_guard lock(mutex_);
+  rtts_ms_.push_back(sample);
+  if (rtts_ms_.size() > kRttSamples) rtts_ms_.pop_front();
 }
 
 void Link::flush(std::function<void()> flushed) {
@@ -410,7 +444,9 @@ std::string Link::path_text() const {
 std::optional<double> Link::rtt_ms() const {
   const auto path = selected_path();
   if (!path) return std::nullopt;
-  return static_cast<double>(path->rtt_ms);
+  const std::lock_guard lock(mutex_);
+  if (rtts_ms_.empty()) return static_cast<double>(path->rtt_ms);
+  return *std::min_element(rtts_ms_.begin(), rtts_ms_.end());
 }
 
 }  // namespace torch_iroh::link

@@ -11,6 +11,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -64,7 +65,7 @@ class Link : public std::enable_shared_from_this<Link> {
   bool is_up() const;  // something can be sent right now
   bool is_dead() const;
   std::string path_text() const;  // "direct 10.0.0.2:4242", "relay https://...", "not connected"
-  std::optional<double> rtt_ms() const;
+  std::optional<double> rtt_ms() const;  // the least of the last heartbeats: the rest is waiting, not distance
 
  private:
   enum class State : std::uint8_t { idle, dialing, up, dead };
@@ -83,6 +84,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void on_incoming_closed(const std::string& reason);
 
   void choose_lanes();
+  void on_heartbeat(const FrameHeader& header);
   std::optional<Error> verdict_locked(TimePoint now);
   void die(const Error& cause);
   std::optional<iroh::Path> selected_path() const;
@@ -109,6 +111,7 @@ class Link : public std::enable_shared_from_this<Link> {
   bool sent_data_ = false;        // since lanes were last chosen
   TimePoint choose_lanes_at_{};
   TimePoint heartbeat_at_{};
+  std::deque<double> rtts_ms_;  // of the last heartbeats
 
   iroh::Connection incoming_;
   std::uint64_t lanes_seen_ = 0;  // bit set of the peer's lanes

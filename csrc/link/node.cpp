@@ -31,28 +31,36 @@ std::weak_ptr<Node>& shared_node() {
 
 }  // namespace
 
+// The caller holds the lock of shared_node().
+std::shared_ptr<Node> Node::running(const NodeOptions& options) {
+  auto node = shared_node().lock();
+  if (!node) return nullptr;
+  const std::lock_guard lock(node->mutex_);
+  if (node->closing_) return nullptr;
+  if (node->options_ != options) {
+    throw Error(ErrorKind::invalid,
+                "streams, heartbeat, peer_timeout, connect_timeout and bind are per process: a running group of this "
+                "process uses other values. Leave them unset here, or set them in the first group");
+  }
+  return node;
+}
+
 std::shared_ptr<Node> Node::shared(const NodeOptions& options) {
   if (iroh::Library::inherited()) {
     throw Error(ErrorKind::library,
                 "this process was forked from one that already used iroh, and iroh's threads stayed in the parent. "
                 "Make the first process group after the fork, or start processes with 'spawn'");
   }
-  const std::lock_guard lock(shared_mutex());
-  if (auto running = shared_node().lock()) {
-    const std::lock_guard inner(running->mutex_);
-    if (!running->closing_) {
-      if (running->options_ != options) {
-        throw Error(ErrorKind::invalid,
-                    "streams, heartbeat, peer_timeout, connect_timeout and bind are per process: a running group of "
-                    "this process uses other values. Leave them unset here, or set them in the first group");
-      }
-      return running;
-    }
+  {
+    const std::lock_guard lock(shared_mutex());
+    if (auto node = running(options)) return node;
   }
-  auto node = std::make_shared<Node>(options);
-  node->start();
-  shared_node() = node;
-  return node;
+  auto mine = std::make_shared<Node>(options);
+  mine->start();  // without the lock: it waits for iroh
+  const std::lock_guard lock(shared_mutex());
+  if (auto node = running(options)) return node;  // another thread was faster; ours has met nobody
+  shared_node() = mine;
+  return mine;
 }
 
 std::optional<NodeOptions> Node::running_options() {

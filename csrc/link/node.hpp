@@ -68,6 +68,7 @@ class Node : public std::enable_shared_from_this<Node> {
     TimePoint since;
   };
 
+  static std::shared_ptr<Node> running(const NodeOptions& options);
   void start();
   void accept_next();
   void on_connected(Result<iroh::Connection> result);

@@ -1,0 +1,398 @@
+// Every byte that comes from a peer or a store: frame headers, hellos, control messages, membership records. Pinned in
+// hex, refused field by field, and fuzzed.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collective/messages.hpp"
+#include "link/frame.hpp"
+#include "support.hpp"
+#include "transport/membership.hpp"
+
+namespace {
+
+using namespace torch_iroh;
+using namespace torch_iroh::testing;
+using collective::Message;
+using collective::MessageKind;
+using link::FrameHeader;
+using link::FrameType;
+using link::HelloBody;
+using link::kHeaderBytes;
+using transport::Record;
+using Bytes = std::vector<std::byte>;
+
+std::string hex(std::span<const std::byte> bytes) {
+  std::string text;
+  for (const std::byte byte : bytes) {
+    text += "0123456789abcdef"[std::to_integer<unsigned>(byte) >> 4];
+    text += "0123456789abcdef"[std::to_integer<unsigned>(byte) & 15];
+  }
+  return text;
+}
+
+Bytes to_bytes(std::span<const std::byte> bytes) {
+  return {bytes.begin(), bytes.end()};
+}
+Bytes to_bytes(const std::vector<std::uint8_t>& bytes) {
+  return to_bytes(std::as_bytes(std::span(bytes)));
+}
+std::vector<std::uint8_t> to_octets(std::span<const std::byte> bytes) {
+  const auto* from = reinterpret_cast<const std::uint8_t*>(bytes.data());
+  return {from, from + bytes.size()};
+}
+
+FrameHeader decode_header(const Bytes& bytes) {
+  return link::decode(std::span<const std::byte, kHeaderBytes>(bytes.data(), kHeaderBytes));
+}
+
+FrameHeader sample_header() {
+  FrameHeader header;
+  header.type = FrameType::data;
+  header.length = 0x12345;
+  header.group = 0x1122334455667788;
+  header.sequence = 0x8000000000000007;
+  header.message = 0xa1b2c3d4;
+  header.chunk = 0x0a0b0c0d;
+  header.signature = 0xdeadbeef;
+  return header;
+}
+
+Record sample_record() {
+  Record record;
+  record.chunk_bytes = 0x40000;
+  record.members = "0,1";
+  record.host = "ab";
+  for (std::size_t i = 0; i < record.addr.id.size(); ++i) record.addr.id[i] = static_cast<std::byte>(i);
+  record.addr.relay_url = "r";
+  record.addr.direct = {"1.2.3.4:5", "[::1]:6"};
+  return record;
+}
+
+bool same(const Message& a, const Message& b) {
+  return a.kind == b.kind && a.sequence == b.sequence && a.tag == b.tag && a.bytes == b.bytes && a.text == b.text;
+}
+bool same(const Record& a, const Record& b) {
+  return a.wire_min == b.wire_min && a.wire_max == b.wire_max && a.chunk_bytes == b.chunk_bytes &&
+         a.members == b.members && a.host == b.host && a.addr.id == b.addr.id && a.addr.relay_url == b.addr.relay_url &&
+         a.addr.direct == b.addr.direct;
+}
+
+// The refusal must be an Error(protocol) that says `part`.
+template <typename Call>
+void expect_refused(Call call, const std::string& part) {
+  try {
+    call();
+    FAIL_CHECK("accepted; wanted a refusal with: " << part);
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::protocol);
+    CHECK_MESSAGE(contains(error.what(), part), error.what());
+  }
+}
+
+std::string random_text(std::mt19937_64& random, std::size_t most) {
+  std::string text(random() % (most + 1), '\0');
+  for (char& c : text) c = static_cast<char>(random());
+  return text;
+}
+
+// Random bytes, and `valid` ones with a few spoiled, cut off or added. `check` gets each: it throws Error(protocol) or
+// returns whether what it read is what was written.
+void fuzz(const std::function<Bytes(std::mt19937_64&)>& valid, const std::function<bool(const Bytes&)>& check,
+          bool fixed_size) {
+  constexpr std::uint64_t kSeed = 20;
+  std::mt19937_64 random(kSeed);
+  const TimePoint until = Clock::now() + (kSanitized ? milliseconds(500) : milliseconds(1000));
+  std::uint64_t accepted = 0, refused = 0;
+  for (std::uint64_t round = 0; round < 2'000'000 && Clock::now() < until; ++round) {
+    Bytes bytes = valid(random);
+    if (random() % 4 == 0) {
+      if (!fixed_size) bytes.resize(random() % 200);
+      for (std::byte& byte : bytes) byte = static_cast<std::byte>(random());
+    } else {
+      for (std::uint64_t i = random() % 4; i > 0 && !bytes.empty(); --i) {
+        // Mostly near the front: that is where kinds, versions and lengths are.
+        const std::size_t range = random() % 2 == 0 ? std::min<std::size_t>(bytes.size(), 48) : bytes.size();
+        bytes[random() % range] = static_cast<std::byte>(random() % 3 == 0 ? 0xff : random());
+      }
+      if (!fixed_size && random() % 4 == 0) bytes.resize(random() % (bytes.size() + 8));
+    }
+    try {
+      if (!check(bytes)) FAIL("seed " << kSeed << " round " << round << ": read otherwise than written: " << hex(bytes));
+      ++accepted;
+    } catch (const Error& error) {
+      if (error.kind() != ErrorKind::protocol) {
+        FAIL("seed " << kSeed << " round " << round << ": " << error.what() << " for " << hex(bytes));
+      }
+      ++refused;
+    } catch (const std::exception& error) {
+      FAIL("seed " << kSeed << " round " << round << ": " << error.what() << " for " << hex(bytes));
+    }
+  }
+  CHECK(accepted > 100);  // or the fuzzer has found nothing but the front door
+  CHECK(refused > 100);
+}
+
+}  // namespace
+
+// ---- frames ----
+
+TEST_CASE("frame: the header's bytes are pinned") {
+  CHECK(hex(link::encode(sample_header())) ==
+        "5449"
+        "02"
+        "01"
+        "45230100"
+        "8877665544332211"
+        "0700000000000080"
+        "d4c3b2a1"
+        "0d0c0b0a"
+        "efbeadde"
+        "00000000");
+  CHECK(hex(link::encode(FrameHeader{})) == "54490401" + std::string(72, '0'));
+  CHECK(static_cast<int>(FrameType::hello) == 1);
+  CHECK(static_cast<int>(FrameType::control) == 3);
+  CHECK(static_cast<int>(FrameType::goodbye) == 5);
+}
+
+TEST_CASE("frame: every header comes back as it went") {
+  std::mt19937_64 random(1);
+  for (int round = 0; round < 10'000; ++round) {
+    FrameHeader header;
+    header.type = static_cast<FrameType>(1 + random() % 5);
+    header.length = static_cast<std::uint32_t>(random() % (link::kMaxFrameBytes + 1));
+    header.group = random();
+    header.sequence = random();
+    header.message = static_cast<std::uint32_t>(random());
+    header.chunk = static_cast<std::uint32_t>(random());
+    header.signature = static_cast<std::uint32_t>(random());
+    const auto bytes = link::encode(header);
+    if (link::decode(bytes) != header) FAIL("seed 1 round " << round << ": " << hex(bytes));
+  }
+}
+
+TEST_CASE("frame: each wrong field is refused by name") {
+  const Bytes good = to_bytes(link::encode(sample_header()));
+  const auto refused = [&](std::size_t at, int value, const std::string& why) {
+    Bytes bad = good;
+    bad[at] = static_cast<std::byte>(value);
+    expect_refused([&] { decode_header(bad); }, why);
+  };
+  CHECK(decode_header(good) == sample_header());
+  refused(0, 'I', "magic");
+  refused(1, 'T', "magic");
+  for (const int type : {0, 6, 255}) refused(2, type, "unknown type " + std::to_string(type));
+  for (const int version : {0, 2, 255}) refused(3, version, "wire version " + std::to_string(version));
+  for (std::size_t at = 36; at < 40; ++at) refused(at, 1, "reserved");
+
+  FrameHeader header = sample_header();
+  header.length = link::kMaxFrameBytes;
+  CHECK(link::decode(link::encode(header)).length == link::kMaxFrameBytes);
+  for (const std::uint32_t length : {link::kMaxFrameBytes + 1, 0xffffffffU}) {
+    header.length = length;
+    expect_refused([&] { link::decode(link::encode(header)); }, "length " + std::to_string(length) + " is over the limit");
+  }
+}
+
+TEST_CASE("frame: a header is accepted only as the bytes it would be written as") {
+  fuzz(
+      [](std::mt19937_64& random) {
+        FrameHeader header = sample_header();
+        header.type = static_cast<FrameType>(1 + random() % 5);
+        header.group = random();
+        return to_bytes(link::encode(header));
+      },
+      [](const Bytes& bytes) {
+        const FrameHeader header = decode_header(bytes);
+        return header.length <= link::kMaxFrameBytes && to_bytes(link::encode(header)) == bytes;
+      },
+      true);
+}
+
+TEST_CASE("hello: pinned, and every pair of bytes is either a lane or refused") {
+  CHECK(hex(link::encode(HelloBody{3, 9})) == "0309");
+  for (int lane = 0; lane < 256; ++lane) {
+    for (int lanes = 0; lanes < 256; ++lanes) {
+      const std::array bytes{static_cast<std::byte>(lane), static_cast<std::byte>(lanes)};
+      if (lanes >= 2 && lanes <= HelloBody::kMaxLanes && lane < lanes) {
+        const HelloBody hello = link::decode_hello(bytes);
+        if (hello.lane != lane || hello.lanes != lanes) FAIL("lane " << lane << " of " << lanes);
+      } else {
+        try {
+          link::decode_hello(bytes);
+          FAIL("accepted lane " << lane << " of " << lanes);
+        } catch (const Error& error) {
+          if (error.kind() != ErrorKind::protocol) FAIL(error.what());
+        }
+      }
+    }
+  }
+  for (const std::size_t size : {0, 1, 3, 100}) {
+    expect_refused([&] { link::decode_hello(Bytes(size, std::byte{2})); }, "hello of " + std::to_string(size) + " bytes");
+  }
+}
+
+TEST_CASE("hello: fuzz") {
+  fuzz([](std::mt19937_64&) { return to_bytes(link::encode(HelloBody{1, 2})); },
+       [](const Bytes& bytes) { return to_bytes(link::encode(link::decode_hello(bytes))) == bytes; }, false);
+}
+
+// ---- control messages ----
+
+TEST_CASE("message: the bytes are pinned") {
+  Message message{.kind = MessageKind::offer};
+  message.sequence = 5;
+  message.tag = -2;
+  message.bytes = 0x1000;
+  message.text = "hi";
+  CHECK(hex(collective::encode(message)) ==
+        "03"
+        "0500000000000000"
+        "feffffff"
+        "0010000000000000"
+        "0200"
+        "6869");
+  CHECK(static_cast<int>(MessageKind::call) == 1);
+  CHECK(static_cast<int>(MessageKind::grant) == 4);
+  // FNV-1a, as published: fnv1a_32("") and fnv1a_32("foobar").
+  CHECK(collective::signature_of("") == 0x811c9dc5U);
+  CHECK(collective::signature_of("foobar") == 0xbf9cf968U);
+}
+
+TEST_CASE("message: every message comes back as it went, its text cut at the limit") {
+  std::mt19937_64 random(2);
+  for (int round = 0; round < 2000; ++round) {
+    Message message;
+    message.kind = static_cast<MessageKind>(1 + random() % 4);
+    message.sequence = random();
+    message.tag = static_cast<std::int32_t>(random());
+    message.bytes = random();
+    message.text = random_text(random, 300);
+    if (!same(collective::decode_message(collective::encode(message)), message)) FAIL("seed 2 round " << round);
+  }
+  for (const std::size_t size : {std::size_t{0}, collective::kMostText - 1, collective::kMostText,
+                                 collective::kMostText + 1, std::size_t{70'000}}) {
+    Message message;
+    message.text.assign(size, 'x');
+    const Message read = collective::decode_message(collective::encode(message));
+    CHECK(read.text.size() == std::min(size, collective::kMostText));
+  }
+}
+
+TEST_CASE("message: unknown kinds and wrong lengths are refused") {
+  Message message;
+  message.text = "text";
+  const Bytes good = collective::encode(message);
+  for (const int kind : {0, 5, 255}) {
+    Bytes bad = good;
+    bad[0] = static_cast<std::byte>(kind);
+    expect_refused([&] { collective::decode_message(bad); }, "unknown control message " + std::to_string(kind));
+  }
+  for (std::size_t size = 0; size < good.size(); ++size) {
+    expect_refused([&] { collective::decode_message(std::span(good).first(size)); }, "shorter than its fields");
+  }
+  Bytes longer = good;
+  longer.push_back(std::byte{0});
+  expect_refused([&] { collective::decode_message(longer); }, "wrong length");
+
+  Bytes over = good;  // a text over the limit, whole
+  over.resize(over.size() - message.text.size() + collective::kMostText + 1);
+  over[21] = static_cast<std::byte>((collective::kMostText + 1) & 0xff);
+  over[22] = static_cast<std::byte>((collective::kMostText + 1) >> 8);
+  expect_refused([&] { collective::decode_message(over); }, "wrong length");
+}
+
+TEST_CASE("message: fuzz") {
+  fuzz(
+      [](std::mt19937_64& random) {
+        Message message;
+        message.kind = static_cast<MessageKind>(1 + random() % 4);
+        message.sequence = random() % 100;
+        message.text = random_text(random, 40);
+        return collective::encode(message);
+      },
+      [](const Bytes& bytes) { return collective::encode(collective::decode_message(bytes)) == bytes; }, false);
+}
+
+// ---- membership records ----
+
+TEST_CASE("record: the bytes are pinned") {
+  std::string id;
+  for (int i = 0; i < 32; ++i) id += hex(std::array{static_cast<std::byte>(i)});
+  CHECK(hex(to_bytes(encode(sample_record()))) ==
+        "54495231"
+        "01"
+        "01"
+        "00000400"
+        "0300302c31"
+        "02006162" +
+            id +
+            "010072"
+            "0200"
+            "0900312e322e332e343a35"
+            "07005b3a3a315d3a36");
+}
+
+TEST_CASE("record: every record comes back as it went") {
+  std::mt19937_64 random(3);
+  for (int round = 0; round < 500; ++round) {
+    Record record;
+    record.wire_min = static_cast<std::uint8_t>(random());
+    record.wire_max = static_cast<std::uint8_t>(random());
+    record.chunk_bytes = static_cast<std::uint32_t>(random());
+    record.members = random_text(random, 500);
+    record.host = random_text(random, 50);
+    for (std::byte& byte : record.addr.id) byte = static_cast<std::byte>(random());
+    if (random() % 2 == 0) record.addr.relay_url = "https://" + random_text(random, 50);
+    for (auto left = random() % 65; left > 0; --left) record.addr.direct.push_back(random_text(random, 40));
+    if (!same(transport::decode_record(encode(record)), record)) FAIL("seed 3 round " << round);
+  }
+}
+
+TEST_CASE("record: texts up to the length field's limit come back whole") {
+  Record record = sample_record();
+  record.members.assign(65'535, 'm');
+  CHECK(same(transport::decode_record(encode(record)), record));
+}
+
+TEST_CASE("record: what is no record, cut off, or lists too many addresses is refused") {
+  const auto good = encode(sample_record());
+  for (std::size_t size = 0; size < good.size(); ++size) {
+    const std::vector<std::uint8_t> cut(good.begin(), good.begin() + static_cast<std::ptrdiff_t>(size));
+    expect_refused([&] { transport::decode_record(cut); }, "shorter than its fields");
+  }
+  for (std::size_t at = 0; at < 4; ++at) {
+    auto bad = good;
+    bad[at] ^= 1;
+    expect_refused([&] { transport::decode_record(bad); }, "not a torch-iroh record");
+  }
+  Record record = sample_record();
+  record.addr.direct.assign(64, "1.2.3.4:5");
+  CHECK(same(transport::decode_record(encode(record)), record));
+  record.addr.direct.emplace_back("1.2.3.4:5");
+  expect_refused([&] { transport::decode_record(encode(record)); }, "too many addresses");
+}
+
+TEST_CASE("record: fuzz") {
+  fuzz(
+      [](std::mt19937_64& random) {
+        Record record = sample_record();
+        record.members = random_text(random, 20);
+        if (random() % 2 == 0) record.addr.relay_url.reset();
+        record.addr.direct.resize(random() % 3);
+        return to_bytes(encode(record));
+      },
+      [](const Bytes& bytes) {  // bytes behind the last field are left to later versions
+        const Bytes again = to_bytes(encode(transport::decode_record(to_octets(bytes))));
+        return again.size() <= bytes.size() && std::equal(again.begin(), again.end(), bytes.begin());
+      },
+      false);
+}

@@ -1,0 +1,29 @@
+# The native process group. `Options` is what users see of it.
+from datetime import timedelta
+from typing import Any
+
+class Options:
+    chunk_bytes: int | None
+    algorithm: str | None
+    connect: str | None
+    streams: int | None
+    peer_timeout: float | None
+    heartbeat: float | None
+    connect_timeout: float | None
+    bind: str | None
+    _timeout: timedelta
+
+    def __init__(
+        self,
+        *,
+        chunk_bytes: int | None = None,
+        algorithm: str | None = None,
+        connect: str | None = None,
+        streams: int | None = None,
+        peer_timeout: float | None = None,
+        heartbeat: float | None = None,
+        connect_timeout: float | None = None,
+        bind: str | None = None,
+    ) -> None: ...
+
+def __getattr__(name: str) -> Any: ...
