@@ -15,7 +15,7 @@ p95_ms     95th percentile of the same; with fewer than 20 runs it is their maxi
 algbw_GBps bytes / p50, in 10^9 bytes per second (raw: bytes of one direction)
 busbw_GBps algbw x 2(n-1)/n for all_reduce, x (n-1)/n for all_gather, reduce_scatter and all_to_all, x 1 for broadcast
            and the raw road; derived in https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
-wrong      elements that differ from the expected value, over all ranks and runs
+wrong      elements that differ from the expected value, over all ranks and runs (the warm-up too)
 ratio      p50 / gloo's p50: below 1 is faster than gloo
 
 p50_us     what the caller spends on issuing an async all_reduce of 1 KiB before it waits, all ranks' calls; p95_us too
@@ -375,7 +375,8 @@ def main() -> int:
         if options.async_issue:
             issued[world] = [one.issued for one in seen]
         wrong += sum(row.wrong for one in seen for rows in [*one.cases, one.issued] for row in rows.values())
-    print("", *verdicts, sep="\n")
+    if verdicts:
+        print("", *verdicts, sep="\n")
     if issued:
         print_issuing(issued)
     print(f"\n# wrong elements: {wrong}")

@@ -184,7 +184,7 @@ def run_ranks(work: Callable[[Rank, Any], Result], world: int, plan: object, *, 
             for index in range(world):
                 receiver, sender = context.Pipe(duplex=False)
                 arguments = (work, Rank(index, world), plan, folder, deadline.left(), sender)
-                process = context.Process(target=_run_rank, args=arguments, daemon=True)
+                process: BaseProcess = context.Process(target=_run_rank, args=arguments, daemon=True)
                 with _interrupts_blocked():  # inherited: Ctrl-C is this process's business alone
                     process.start()
                     processes.append(process)

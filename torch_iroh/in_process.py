@@ -25,6 +25,7 @@ from torch_iroh import _native
 
 Array = NDArray[Any]
 _FOREVER = 1e9
+_ANYONE = -1
 
 
 def _dtype_of(array: Array, name: str | None) -> str:
@@ -153,7 +154,7 @@ class InProcessRank:
     def recv(self, array: Array, peer: int | None = None, tag: int = 0, *, timeout: float = _FOREVER) -> int:
         """Fill `array` with the next message of `peer` (None: of anyone) with `tag`; return the sender's rank."""
         what = f"{array.dtype.name}, {array.size} elements"
-        return int(self._native.recv(array, -1 if peer is None else peer, tag, what, timeout))
+        return int(self._native.recv(array, _ANYONE if peer is None else peer, tag, what, timeout))
 
     def abort(self, why: str) -> None:
         """Break the group: every rank's operations fail with `why`."""

@@ -140,7 +140,7 @@ WorkPtr ProcessGroupIroh::submit(IrohWork::Description description, std::vector<
   const Duration limit = description.timeout;
   auto work = c10::make_intrusive<IrohWork>(rank_, std::move(description));
   if (parts.empty()) {
-    work->finish_from_core(nullptr);
+    IrohWork::finish(work, nullptr);
     return work;
   }
   // Several parts are one operation to torch: it ends with its last part, and fails with the first that fails.
@@ -153,13 +153,14 @@ WorkPtr ProcessGroupIroh::submit(IrohWork::Description description, std::vector<
   joint->left = parts.size();
   for (Part& part : parts) {
     part.call.timeout = limit;
-    part.call.done = [work, joint](const Error* error) {
+    part.call.work.keep = released_with_futures(std::move(part.call.work.keep));
+    part.call.done = [work, joint](const Error* error) mutable {
       if (error != nullptr) {
         const std::lock_guard lock(joint->mutex);
         if (!joint->failed) joint->failed = *error;
       }
       if (joint->left.fetch_sub(1) > 1) return;
-      work->finish_from_core(joint->failed ? &*joint->failed : nullptr);
+      IrohWork::finish(std::move(work), joint->failed ? &*joint->failed : nullptr);
     };
     work->set_sequence(target.submit(std::move(part.call)));
   }
@@ -204,7 +205,8 @@ WorkPtr ProcessGroupIroh::point_to_point(const char* op, Tensors& tensors, int p
   }
   collective::Group& target = group();
   auto work = c10::make_intrusive<IrohWork>(rank_, std::move(description));
-  call.done = [work](const Error* error, int source) { work->finish_from_core(error, source); };
+  call.keep = released_with_futures(std::move(call.keep));
+  call.done = [work](const Error* error, int source) mutable { IrohWork::finish(std::move(work), error, source); };
   if (sends) {
     target.send(std::move(call));
   } else {

@@ -13,6 +13,11 @@ Workers& completions() {
 
 }  // namespace
 
+std::shared_ptr<void> released_with_futures(std::shared_ptr<void> kept) {
+  void* const address = kept.get();
+  return {address, [kept = std::move(kept)](void*) mutable { completions().post([kept = std::move(kept)] {}); }};
+}
+
 std::exception_ptr to_torch(const Error& error) {
   const c10::SourceLocation where{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)};
   if (error.kind() == ErrorKind::invalid) return std::make_exception_ptr(c10::ValueError(where, error.what()));
@@ -29,27 +34,23 @@ IrohWork::IrohWork(int rank, Description description)
   future_ = c10::make_intrusive<c10::ivalue::Future>(description_.value_type);
 }
 
-void IrohWork::finish_from_core(const Error* error, int source) {
-  source_ = source;
+void IrohWork::finish(c10::intrusive_ptr<IrohWork> work, const Error* error, int source) {
+  work->source_ = source;
   const std::exception_ptr failed = error == nullptr ? nullptr : to_torch(*error);
-  const bool copies = !failed && description_.after;
-  if (!copies) finish_now(failed);
-  completions().post([self = c10::intrusive_ptr<IrohWork>::reclaim_copy(this), failed, copies]() mutable {
+  const bool copies = !failed && work->description_.after;
+  if (!copies) work->Work::finish(failed);
+  completions().post([work = std::move(work), failed, copies] {
     std::exception_ptr outcome = failed;
     if (copies) {
       try {
-        self->description_.after();
+        work->description_.after();
       } catch (...) {
         outcome = std::current_exception();
       }
-      self->finish_now(outcome);
+      work->Work::finish(outcome);
     }
-    self->complete_future(outcome);
+    work->complete_future(outcome);
   });
-}
-
-void IrohWork::finish_now(const std::exception_ptr& failed) {
-  finish(failed);
 }
 
 void IrohWork::complete_future(const std::exception_ptr& failed) {

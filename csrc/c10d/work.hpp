@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,10 @@
 #include "base/workers.hpp"
 
 namespace torch_iroh::c10d_backend {
+
+// Keeps `kept` alive, and lets go of it on the thread for futures: freeing a tensor may wait for the GIL, which the
+// threads that move data and heartbeats must never do.
+std::shared_ptr<void> released_with_futures(std::shared_ptr<void> kept);
 
 // The exception torch users expect for a failure of the core.
 std::exception_ptr to_torch(const Error& error);
@@ -36,8 +41,8 @@ class IrohWork final : public ::c10d::Work {
   IrohWork(int rank, Description description);
 
   void set_sequence(std::uint64_t sequence) { description_.sequence = sequence; }
-  // Once, from a worker thread.
-  void finish_from_core(const Error* error, int source = -1);
+  // Once, from a worker thread, which gives up its reference.
+  static void finish(c10::intrusive_ptr<IrohWork> work, const Error* error, int source = -1);
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override {}
@@ -48,7 +53,6 @@ class IrohWork final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
-  void finish_now(const std::exception_ptr& failed);
   void complete_future(const std::exception_ptr& failed);
 
   Description description_;

@@ -74,8 +74,47 @@ Execution::Execution(const Request& request, const Work& work, std::size_t chunk
     }
     if (step.peer >= 0) peers_.push_back(step.peer);
   }
+  if (accumulates_wide(work_.reduce, work_.dtype)) keep_sums_wide();
   std::sort(peers_.begin(), peers_.end());
   peers_.erase(std::unique(peers_.begin(), peers_.end()), peers_.end());
+}
+
+// A row of receives into one range, with nothing in between, is a sum that this rank sees whole.
+void Execution::keep_sums_wide() {
+  const auto& steps = schedule_.steps;
+  absorbed_.resize(steps.size());
+  for (std::size_t first = 0; first < steps.size(); ++first) {
+    if (steps[first].kind != StepKind::recv_reduce) continue;
+    std::size_t end = first + 1;
+    while (end < steps.size() && steps[end].kind == StepKind::recv_reduce && steps[end].to == steps[first].to &&
+           steps[end].from == steps[first].to) {
+      ++end;
+    }
+    const bool divides = work_.reduce == ReduceOp::avg && end < steps.size() && steps[end].kind == StepKind::finish &&
+                         steps[end].to == steps[first].to;
+    if (end == first + 1 && !divides) continue;  // one addition is rounded once anyway
+    sums_.push_back(std::make_unique_for_overwrite<float[]>(steps[first].to.count));
+    for (std::size_t i = first; i < end; ++i) states_[i].wide = {sums_.back().get(), i == first, 0};
+    states_[end - 1].wide.divisor = divides ? static_cast<float>(world_) : 1.0F;
+    if (divides) absorbed_[end] = true;
+    first = end - 1;
+  }
+}
+
+void Execution::reduce_chunk(const Piece& piece, const Payload& payload, std::uint64_t offset, std::uint64_t count) {
+  const Step& step = schedule_.steps[piece.step];
+  const std::byte* received = payload.bytes().data();
+  const Wide& wide = states_[piece.step].wide;
+  if (wide.sum == nullptr) {
+    return reduce(work_.reduce, work_.dtype, at(step.from, offset), received, at(step.to, offset), count);
+  }
+  float* sum = wide.sum + offset;
+  if (wide.first) {
+    begin_wide(work_.reduce, work_.dtype, at(step.from, offset), received, sum, count);
+  } else {
+    add_wide(work_.reduce, work_.dtype, sum, received, count);
+  }
+  if (wide.divisor != 0) end_wide(work_.dtype, sum, wide.divisor, at(step.to, offset), count);
 }
 
 std::uint64_t Execution::count_of(const Step& step) const {
@@ -161,7 +200,7 @@ void Execution::perform(const Piece& piece) {
     }
     case StepKind::recv_reduce: {
       const Payload payload = std::move(states_[piece.step].chunks[piece.chunk].payload);
-      reduce(work_.reduce, work_.dtype, at(step.from, offset), payload.bytes().data(), at(step.to, offset), count);
+      reduce_chunk(piece, payload, offset, count);
       break;
     }
     case StepKind::copy: {
@@ -170,7 +209,10 @@ void Execution::perform(const Piece& piece) {
       if (to != from) std::memmove(to, from, count * element_);
       break;
     }
-    case StepKind::finish: finish(work_.reduce, work_.dtype, at(step.to, offset), count, world_); break;
+    case StepKind::finish:
+      if (!absorbed_.empty() && absorbed_[piece.step]) break;
+      finish(work_.reduce, work_.dtype, at(step.to, offset), count, world_);
+      break;
   }
   complete(piece);
 }

@@ -54,11 +54,17 @@ class Execution : public std::enable_shared_from_this<Execution> {
     bool begun = false;
     Payload payload;
   };
+  struct Wide {                // a receive that adds to a float32 sum instead of its 16-bit range
+    float* sum = nullptr;      // none: it does not
+    bool first = false;        // begins the sum from its local operand
+    float divisor = 0;         // not 0: the last, which divides, rounds and stores
+  };
   struct StepState {
     std::uint32_t waits = 0;        // whole-step dependencies that are not done
     std::uint32_t chunks_left = 0;  // not done
     std::vector<Chunk> chunks;
     std::vector<std::pair<std::uint32_t, bool>> dependents;  // (step, by chunk)
+    Wide wide;
   };
   struct Piece {
     std::uint32_t step;
@@ -68,6 +74,8 @@ class Execution : public std::enable_shared_from_this<Execution> {
   std::uint64_t count_of(const Step& step) const;
   std::byte* at(const Slice& slice, std::uint64_t element) const;
   void consider(std::uint32_t step, std::uint32_t chunk);  // queues the chunk when nothing holds it back
+  void keep_sums_wide();
+  void reduce_chunk(const Piece& piece, const Payload& payload, std::uint64_t offset, std::uint64_t count);
   void run_ready();
   void perform(const Piece& piece);
   void complete(const Piece& piece);
@@ -85,6 +93,8 @@ class Execution : public std::enable_shared_from_this<Execution> {
   std::vector<int> peers_;
   std::unique_ptr<std::byte[]> scratch_;
   std::unique_ptr<std::byte[]> scaled_input_;
+  std::vector<std::unique_ptr<float[]>> sums_;
+  std::vector<bool> absorbed_;  // finish steps whose division a wide sum has done
   std::deque<Piece> ready_;
   std::size_t steps_left_ = 0;
   bool abandoned_ = false;

@@ -301,7 +301,52 @@ void multiply(std::byte* data, std::size_t count, double factor) {
   transform<Type>(data, count, [by = static_cast<Value>(factor)](Value x) { return x * by; });
 }
 
+template <class Type>
+float load_wide(const std::byte* from, std::size_t index) {
+  typename Type::Stored stored;
+  std::memcpy(&stored, from + index * sizeof stored, sizeof stored);
+  return Type::widen(stored);
+}
+
+template <class Type, class Operation>
+void begin(const std::byte* a, const std::byte* b, float* sum, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) sum[i] = Operation::apply(load_wide<Type>(a, i), load_wide<Type>(b, i));
+}
+
+template <class Type, class Operation>
+void add(float* sum, const std::byte* b, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) sum[i] = Operation::apply(sum[i], load_wide<Type>(b, i));
+}
+
+template <class Type>
+void end(const float* sum, float divisor, std::byte* out, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    const typename Type::Stored stored = Type::narrow(sum[i] / divisor);
+    std::memcpy(out + i * sizeof stored, &stored, sizeof stored);
+  }
+}
+
 }  // namespace
+
+bool accumulates_wide(ReduceOp op, DType dtype) {
+  return (dtype == DType::float16 || dtype == DType::bfloat16) && (is_linear(op) || op == ReduceOp::product);
+}
+
+void begin_wide(ReduceOp op, DType dtype, const std::byte* a, const std::byte* b, float* sum, std::size_t count) {
+  const bool product = op == ReduceOp::product;
+  if (dtype == DType::float16) return (product ? begin<Half, Product> : begin<Half, Sum>)(a, b, sum, count);
+  (product ? begin<BFloat, Product> : begin<BFloat, Sum>)(a, b, sum, count);
+}
+
+void add_wide(ReduceOp op, DType dtype, float* sum, const std::byte* b, std::size_t count) {
+  const bool product = op == ReduceOp::product;
+  if (dtype == DType::float16) return (product ? add<Half, Product> : add<Half, Sum>)(sum, b, count);
+  (product ? add<BFloat, Product> : add<BFloat, Sum>)(sum, b, count);
+}
+
+void end_wide(DType dtype, const float* sum, float divisor, std::byte* out, std::size_t count) {
+  (dtype == DType::float16 ? end<Half> : end<BFloat>)(sum, divisor, out, count);
+}
 
 bool supports(ReduceOp op, DType dtype) {
   return kernel_of(op, is_linear(op) ? parts_of(dtype, 0).dtype : dtype) != nullptr;

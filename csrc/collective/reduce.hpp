@@ -19,6 +19,13 @@ void reduce(ReduceOp op, DType dtype, const std::byte* a, const std::byte* b, st
 // avg: divides by `world` (integers truncate towards zero). Every other op: nothing.
 void finish(ReduceOp op, DType dtype, std::byte* data, std::size_t count, std::int32_t world);
 
+// Sums and products of 16-bit floats whose contributions all meet at one rank are kept in float32 and rounded once.
+bool accumulates_wide(ReduceOp op, DType dtype);
+// sum[i] = a[i] op b[i];  sum[i] = sum[i] op b[i];  out[i] = sum[i] / divisor, rounded.
+void begin_wide(ReduceOp op, DType dtype, const std::byte* a, const std::byte* b, float* sum, std::size_t count);
+void add_wide(ReduceOp op, DType dtype, float* sum, const std::byte* b, std::size_t count);
+void end_wide(DType dtype, const float* sum, float divisor, std::byte* out, std::size_t count);
+
 // data[i] *= factor, for premul_sum. Floats and complex only.
 void scale(DType dtype, std::byte* data, std::size_t count, double factor);
 

@@ -109,14 +109,14 @@ class Rank {
 
   void send(const py::buffer& data, int peer, int tag, const std::string& what, double timeout) {
     const py::buffer_info in = contiguous(data, false);
-    collective::PointToPointCall call = point_to_point(peer, tag, what, timeout);
+    collective::PointToPointCall call = point_to_point(peer, 0, tag, what, timeout);
     call.from = {static_cast<const std::byte*>(in.ptr), static_cast<std::size_t>(in.size * in.itemsize)};
     run(std::move(call), true);
   }
 
   int recv(const py::buffer& data, int peer, int tag, const std::string& what, double timeout) {
     const py::buffer_info out = contiguous(data, true);
-    collective::PointToPointCall call = point_to_point(peer, tag, what, timeout);
+    collective::PointToPointCall call = point_to_point(peer, kAnyone, tag, what, timeout);
     call.to = {static_cast<std::byte*>(out.ptr), static_cast<std::size_t>(out.size * out.itemsize)};
     return run(std::move(call), false);
   }
@@ -147,8 +147,11 @@ class Rank {
     return std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds));
   }
 
-  collective::PointToPointCall point_to_point(int peer, int tag, const std::string& what, double timeout) const {
-    if (peer >= world() || peer == rank()) throw Error(ErrorKind::invalid, "no such peer: " + std::to_string(peer));
+  static constexpr int kAnyone = -1;
+
+  collective::PointToPointCall point_to_point(int peer, int lowest, int tag, const std::string& what,
+                                              double timeout) const {
+    if (peer < lowest || peer >= world() || peer == rank()) throw Error(ErrorKind::invalid, "no such peer: " + std::to_string(peer));
     collective::PointToPointCall call;
     call.peer = peer;
     call.tag = tag;

@@ -63,7 +63,7 @@ class Outcome {
     source_ = source;
     changed_.notify_all();
   }
-  bool wait(Duration limit = kPatience) {
+  bool wait(Duration limit = kPatience) const {
     std::unique_lock lock(mutex_);
     return changed_.wait_for(lock, limit, [&] { return calls_ > 0; });
   }
@@ -82,7 +82,7 @@ class Outcome {
 
  private:
   mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  mutable std::condition_variable changed_;
   int calls_ = 0;
   std::optional<Error> error_;
   int source_ = -1;

@@ -94,7 +94,7 @@ void expect_refused(Call call, const std::string& part) {
     FAIL_CHECK("accepted; wanted a refusal with: " << part);
   } catch (const Error& error) {
     CHECK(error.kind() == ErrorKind::protocol);
-    CHECK_MESSAGE(contains(error.what(), part), error.what());
+    CHECK_MESSAGE(contains(error.what(), part), std::string(error.what()));
   }
 }
 
@@ -126,7 +126,8 @@ void fuzz(const std::function<Bytes(std::mt19937_64&)>& valid, const std::functi
       if (!fixed_size && random() % 4 == 0) bytes.resize(random() % (bytes.size() + 8));
     }
     try {
-      if (!check(bytes)) FAIL("seed " << kSeed << " round " << round << ": read otherwise than written: " << hex(bytes));
+      if (!check(bytes))
+        FAIL("seed " << kSeed << " round " << round << ": read otherwise than written: " << hex(bytes));
       ++accepted;
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::protocol) {
@@ -198,7 +199,8 @@ TEST_CASE("frame: each wrong field is refused by name") {
   CHECK(link::decode(link::encode(header)).length == link::kMaxFrameBytes);
   for (const std::uint32_t length : {link::kMaxFrameBytes + 1, 0xffffffffU}) {
     header.length = length;
-    expect_refused([&] { link::decode(link::encode(header)); }, "length " + std::to_string(length) + " is over the limit");
+    expect_refused([&] { link::decode(link::encode(header)); },
+                   "length " + std::to_string(length) + " is over the limit");
   }
 }
 
@@ -230,13 +232,14 @@ TEST_CASE("hello: pinned, and every pair of bytes is either a lane or refused") 
           link::decode_hello(bytes);
           FAIL("accepted lane " << lane << " of " << lanes);
         } catch (const Error& error) {
-          if (error.kind() != ErrorKind::protocol) FAIL(error.what());
+          if (error.kind() != ErrorKind::protocol) FAIL(std::string(error.what()));
         }
       }
     }
   }
   for (const std::size_t size : {0, 1, 3, 100}) {
-    expect_refused([&] { link::decode_hello(Bytes(size, std::byte{2})); }, "hello of " + std::to_string(size) + " bytes");
+    expect_refused([&] { link::decode_hello(Bytes(size, std::byte{2})); },
+                   "hello of " + std::to_string(size) + " bytes");
   }
 }
 

@@ -18,7 +18,7 @@ const TimePoint kStart = TimePoint{} + std::chrono::hours(1);
 
 struct Event {
   enum Kind : char { frame = 'f', timer = 't', forgive = 'g' } kind;
-  int at_ms;                 // since the start; forgive: how long the pause was
+  int at_ms;                       // since the start; forgive: how long the pause was
   Verdict after = Verdict::alive;  // what a timer must find
 };
 
@@ -56,7 +56,8 @@ constexpr auto forgive = Event::forgive;
 }  // namespace
 
 TEST_CASE("liveness: quiet for half the timeout is suspect, for the timeout is dead, to the millisecond") {
-  expect({{timer, 0, alive}, {timer, 1499, alive}, {timer, 1500, suspect}, {timer, 2999, suspect}, {timer, 3000, dead}});
+  expect(
+      {{timer, 0, alive}, {timer, 1499, alive}, {timer, 1500, suspect}, {timer, 2999, suspect}, {timer, 3000, dead}});
   expect({{timer, 3000, dead}});  // also without a timer in between
 }
 

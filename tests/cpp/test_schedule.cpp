@@ -14,14 +14,21 @@
 
 #include "collective/schedule.hpp"
 #include "collective/verifier.hpp"
+#include "support.hpp"
 
 namespace {
 
 using namespace torch_iroh::collective;
 using Blocks = std::vector<std::uint64_t>;
 
-const std::vector<std::int32_t> kWorlds = {1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33};
-const std::vector<std::uint64_t> kCounts = {0, 1, 2, 13, 64};
+// Schedules are values: the plain build proves them all. Sanitizers watch the memory of makers and verifier, which
+// every kind of world shows: a power of two or not, odd or even, smaller or larger than the count.
+const std::vector<std::int32_t> kWorlds = torch_iroh::testing::kSanitized
+                                              ? std::vector<std::int32_t>{1, 2, 3, 5, 8}
+                                              : std::vector<std::int32_t>{1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 33};
+const std::vector<std::uint64_t> kCounts = torch_iroh::testing::kSanitized
+                                               ? std::vector<std::uint64_t>{0, 1, 13}
+                                               : std::vector<std::uint64_t>{0, 1, 2, 13, 64};
 const std::vector<Op> kOps = {Op::all_reduce, Op::reduce,  Op::broadcast,  Op::all_gather, Op::reduce_scatter,
                               Op::gather,     Op::scatter, Op::all_to_all, Op::barrier};
 const std::vector<Algorithm> kAlgorithms = {Algorithm::ring, Algorithm::direct};
@@ -364,7 +371,7 @@ std::uint64_t chunks_of(const Step& step, std::uint64_t size) {
 }  // namespace
 
 TEST_CASE("dependencies order every conflicting pair of chunks, and only conflicting steps") {
-  for (std::uint32_t seed = 0; seed < 300; ++seed) {
+  for (std::uint32_t seed = 0; seed < (torch_iroh::testing::kSanitized ? 30 : 300); ++seed) {
     std::mt19937 random(seed);
     const bool regular = seed % 2 == 0;  // half of the schedules repeat few ranges, as makers do
     const auto slice = [&](std::uint64_t count) {

@@ -201,6 +201,25 @@ TEST_CASE("workers: a throwing task does not end its worker") {
   CHECK(end.wait());
 }
 
+// Not passing yet: Strand::drain() leaves `running_` true when a task throws, so nothing runs the strand again.
+TEST_CASE("strand: a throwing task does not end its strand" * doctest::skip()) {
+  Latch end;
+  Workers workers(1);
+  const auto strand = std::make_shared<Strand>(workers);
+  strand->post([] { throw std::runtime_error("on purpose, by a test"); });
+  strand->post([&] { end.open(); });
+  CHECK(end.wait());
+}
+
+// Not passing yet (it hangs): Workers::run() destroys a task that threw with its mutex held.
+TEST_CASE("workers: what a throwing task holds may post when it is destroyed" * doctest::skip()) {
+  Latch end;
+  Workers workers(2);
+  std::shared_ptr<void> held(nullptr, [&](void*) { workers.post([&] { end.open(); }); });
+  workers.post([held = std::move(held)] { throw std::runtime_error("on purpose, by a test"); });
+  CHECK(end.wait());
+}
+
 TEST_CASE("workers: idle workers use no CPU") {
   Workers workers(8);
   const auto strand = std::make_shared<Strand>(workers);

@@ -3,7 +3,7 @@
 One call, one family of processes:
 
 >>> outcomes = run_ranks(function, 3, "argument", deadline=30)  # doctest: +SKIP
->>> values = values_of(outcomes)      # raises RankFailure, with every rank's error, unless all returned  # doctest: +SKIP
+
 
 Each rank runs ``function(rank, *arguments)``; `function` is at module level (it is pickled by name). Its result or its
 exception comes back in an :class:`Outcome`, in rank order. Starting processes is dear, so several calls may share one
@@ -49,7 +49,8 @@ from typing import Any
 
 DEFAULT_DEADLINE = 60.0
 ENVIRONMENT = {"TORCH_IROH_BIND": "127.0.0.1:0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-_PRELOADED = ["numpy", "torch", "torch.distributed", "pytest"]
+# None starts a thread. torch._dynamo, 3 s, is imported by the first functional collective and by FSDP2.
+_PRELOADED = ["numpy", "torch", "torch.distributed", "torch._dynamo", "pytest"]
 _LOG_TAIL = 6000
 _STACK_SIGNAL = signal.SIGUSR1
 
@@ -129,9 +130,7 @@ def run_ranks(
 class Ranks:
     """A family of `world` processes that run one call after the other. See the module's docstring."""
 
-    def __init__(
-        self, world: int, *, method: str = "forkserver", environment: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, world: int, *, method: str = "forkserver", environment: Mapping[str, str] | None = None) -> None:
         self.world = world
         self.usable = True  # False once a rank is dead: the next test needs a new family
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -44,10 +45,10 @@ OPS = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM
 BITWISE = ["BAND", "BOR", "BXOR"]
 OPS_OF = {
     "bool": ["SUM", "PRODUCT", "MIN", "MAX", *BITWISE],
-    **dict.fromkeys(INTEGERS, ["SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE]),
-    **dict.fromkeys(FLOATS, ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"]),
-    **dict.fromkeys(COMPLEX, ["SUM", "AVG", "PRODUCT", "PREMUL_SUM"]),
-    **dict.fromkeys(FLOAT8, []),
+    **{dtype: ["SUM", "AVG", "PRODUCT", "MIN", "MAX", *BITWISE] for dtype in INTEGERS},
+    **{dtype: ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "PREMUL_SUM"] for dtype in FLOATS},
+    **{dtype: ["SUM", "AVG", "PRODUCT", "PREMUL_SUM"] for dtype in COMPLEX},
+    **{dtype: [] for dtype in FLOAT8},
 }
 # Unit roundoff: half the distance from 1 to the next number.
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
@@ -115,7 +116,9 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return as_type(flat, torch.uint8).numpy()
 
 
-def reduced(dtype: str, op: str, parts: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray | float]:
+def reduced(
+    dtype: str, op: str, parts: Sequence[np.ndarray], factors: Sequence[float] = FACTORS
+) -> tuple[np.ndarray, np.ndarray | float]:
     """The reduction of all ranks' `wide` parts and how far a correct result may be from it.
 
     Bound for n ranks, unit roundoff u: a sum in any order makes n-1 roundings of partial sums, each at most S = sum of
@@ -146,7 +149,7 @@ def reduced(dtype: str, op: str, parts: Sequence[np.ndarray]) -> tuple[np.ndarra
         product = np.prod(stack, axis=0)
         return product, np.abs(product) * (u * n * (5**0.5 if dtype in COMPLEX else 1.0)) + tiny
     if op == "PREMUL_SUM":
-        stack = stack * np.array(FACTORS[:n], stack.dtype)[:, None]
+        stack = stack * np.array(factors[:n], stack.dtype)[:, None]
     bound = (n + 1) * u * np.abs(stack).sum(axis=0)
     total = stack.sum(axis=0)
     return (total / n, bound / n + tiny) if op == "AVG" else (total, bound + tiny)
@@ -234,9 +237,7 @@ _families: dict[int, Ranks] = {}  # in pytest's
 def join(rank: int, world: int, store: str) -> None:
     import torch_iroh
 
-    dist.init_process_group(
-        "iroh", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=TIMEOUT
-    )
+    dist.init_process_group("iroh", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=TIMEOUT)
     _groups["auto"] = dist.group.WORLD
     for algorithm in ("ring", "direct"):
         options = torch_iroh.Options(algorithm=algorithm)
@@ -282,6 +283,8 @@ def matrix_sizes(world: int, dtype: str) -> list[int]:
 def scenario_all_reduce(rank: int, dtype: str, sizes: list[int], groups: list[str], ops: list[str]) -> Ledger:
     ledger, world = Ledger(rank), dist.get_world_size()
     for op in ops:
+        if dtype in COMPLEX and op == "PRODUCT":
+            continue  # torch.distributed itself refuses it, for all_reduce only
         for size in sizes:
             label = f"all_reduce world={world} dtype={dtype} op={op} size={size}"
             seed = seed_of(label)
@@ -314,7 +317,7 @@ def test_all_reduce_of_a_million_elements(run, world):
 
 
 def scenario_half_sum(rank: int, dtype: str) -> Ledger:
-    """big + 1 + 1, where big + 1 rounds to big: only an accumulator wider than the type keeps both ones."""
+    """Big + 1 + 1, where big + 1 rounds to big: only an accumulator wider than the type keeps both ones."""
     ledger = Ledger(rank)
     big = 1 / ROUNDOFF[dtype]
     tensor = torch.full([5], big if rank == 0 else 1.0, dtype=getattr(torch, dtype))
@@ -366,6 +369,8 @@ def scenario_wrong_ops(rank: int, dtype: str) -> Ledger:
     for op in OPS:
         if op in OPS_OF[dtype]:
             continue
+        # For all_reduce of complex numbers torch.distributed raises before the backend is asked.
+        text = "has no meaning for dtype|does not support .* on complex tensors"
         tensor = random_bits(dtype, 6, 1, rank)
         calls: dict[str, Callable[[], Any]] = {
             "all_reduce": lambda t=tensor, o=op: dist.all_reduce(t, torch_op(o, rank)),
@@ -380,7 +385,7 @@ def scenario_wrong_ops(rank: int, dtype: str) -> Ledger:
                 call()
                 ledger.complain(label, "accepted")
             except ValueError as error:
-                ledger.true(label, "has no meaning for dtype" in str(error), f"unclear: {error}")
+                ledger.true(label, re.search(text, str(error)) is not None, f"unclear: {error}")
     dist.barrier()  # and the group still works
     ledger.checks += 1
     return ledger
@@ -821,8 +826,11 @@ def scenario_functional(rank: int) -> Ledger:
     ledger.equal(f"functional all_to_all {label}", exchanged, want)
     ledger.equal(f"functional broadcast {label}", funcol.broadcast(mine, world - 1, group), base * world)
     pair = funcol.all_reduce_coalesced([mine, mine[0]], "sum", group)
-    ledger.equal(f"functional coalesced {label}", torch.cat([pair[0].flatten(), pair[1]]), torch.cat(
-        [(base * total).flatten(), base[0] * total]))
+    ledger.equal(
+        f"functional coalesced {label}",
+        torch.cat([pair[0].flatten(), pair[1]]),
+        torch.cat([(base * total).flatten(), base[0] * total]),
+    )
     pair = funcol.all_gather_into_tensor_coalesced([mine, mine[0]], group)
     ledger.equal(f"functional coalesced gather {label}", pair[0], torch.cat(whole))
     ledger.equal(f"functional coalesced gather {label} [1]", pair[1], torch.cat([part[0] for part in whole]))
@@ -890,8 +898,9 @@ def scenario_in_flight(rank: int) -> Ledger:
         ledger.true("in flight", work.is_completed() and work.wait(), "waited for, but not completed")
     for turn, (tensor, into) in enumerate(zip(sums, gathers, strict=True)):
         ledger.equal(f"in flight world={world} turn={turn}", tensor, torch.full_like(tensor, total * (turn + 1)))
-        ledger.equal(f"in flight world={world} turn={turn}", into, (torch.arange(world) * 100 + turn)[:, None].expand(
-            world, 17))
+        ledger.equal(
+            f"in flight world={world} turn={turn}", into, (torch.arange(world) * 100 + turn)[:, None].expand(world, 17)
+        )
     return ledger
 
 
@@ -958,7 +967,7 @@ def test_groups_and_messages_do_not_disturb_each_other(run, world):
 
 # ---- memory: views, guards, odd tensors ----
 
-LAYOUTS = ["offset", "strided", "transposed", "reversed columns", "conjugate"]
+LAYOUTS = ["offset", "strided", "transposed", "columns"]
 
 
 class Guarded:
@@ -970,15 +979,13 @@ class Guarded:
         mask = torch.zeros(self.base.shape, dtype=torch.bool)
         self.view = self._cut(layout, self.base, rows, columns)
         self._cut(layout, mask, rows, columns).fill_(True)
-        if layout == "conjugate":
-            self.view = self.view.conj()
         self.view.copy_(values)
         self._around = ~mask
         self._before = self.base[self._around].clone()
 
     @staticmethod
     def _cut(layout: str, base: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        if layout in ("offset", "conjugate"):
+        if layout == "offset":
             return base[5 : 5 + rows * columns].view(rows, columns)
         if layout == "strided":
             return base[3 : 3 + 4 * rows * columns].view(rows, 2 * columns, 2)[:, ::2, 1]
@@ -1008,9 +1015,8 @@ def scenario_views(rank: int, layout: str, dtype: str) -> Ledger:
         ledger.true(label, output.intact(), "bytes around the view have changed")
 
     peers, everyone = range(world), [values(peer) for peer in range(world)]
-    total = everyone[0].clone()
-    for other in everyone[1:]:
-        total += other
+    exact = torch.complex128 if kind.is_complex else torch.float64
+    total = torch.stack([part.to(exact) for part in everyone]).sum(0).to(kind)
     mine = guarded(rank)
     dist.all_reduce(mine.view)
     check("all_reduce", mine, total)
@@ -1065,9 +1071,36 @@ def scenario_views(rank: int, layout: str, dtype: str) -> Ledger:
 @pytest.mark.parametrize("dtype", ["bool", "int16", "uint32", "bfloat16", "float64", "complex64"])
 def test_views_are_read_and_written_without_touching_what_lies_around_them(run, world, dtype):
     for layout in LAYOUTS:
-        if layout == "conjugate" and dtype != "complex64":
-            continue
         run(world, scenario_views, layout, dtype)
+
+
+def scenario_conjugate(rank: int) -> Ledger:
+    """Where torch hands such views on as they are; most of its functions resolve or refuse them before."""
+    ledger, world = Ledger(rank), dist.get_world_size()
+
+    def value(peer: int) -> torch.Tensor:
+        return torch.arange(6 * world).to(torch.complex64) * (1 + 2j) + 10 * peer
+
+    for name, lazy in (("conj", torch.conj), ("neg", lambda tensor: tensor.conj().imag)):
+
+        def view(peer: int, lazy: Callable[[torch.Tensor], torch.Tensor] = lazy) -> torch.Tensor:
+            return lazy(value(peer))
+
+        ledger.true(name, view(0).is_conj() or view(0).is_neg(), "not a lazy view; the test is void")
+        total = torch.stack([view(peer).clone() for peer in range(world)]).sum(0)
+        output = torch.zeros(6, dtype=total.dtype)
+        dist.reduce_scatter_tensor(output, view(rank))
+        ledger.equal(f"reduce_scatter_tensor {name}", output, total[6 * rank : 6 * rank + 6])
+        outputs = [lazy(torch.zeros(6 * world, dtype=torch.complex64)) for _ in range(world)]
+        dist.gather(view(rank), outputs if rank == 0 else None, dst=0)
+        for peer, got in enumerate(outputs if rank == 0 else []):
+            ledger.equal(f"gather {name}", got, view(peer))
+    return ledger
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_lazy_conjugates_and_negatives_are_values_not_memory(run, world):
+    run(world, scenario_conjugate)
 
 
 def scenario_adjacent_blocks(rank: int) -> Ledger:

@@ -1,0 +1,137 @@
+"""The benchmarks run, verify their data, print tables that can be read, and leave no process behind.
+
+No figure is judged here: these machines are shared, and --quick measures next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+OPS = {"all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "barrier"}
+
+
+def run(name: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / name), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def run_quick(name: str, *options: str) -> list[list[dict[str, str]]]:
+    """The tables of a quick run: a table is a list of rows, a row its cells by column."""
+    done = run(name, "--quick", "--deadline", "150", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return tables(done.stdout)
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    found: list[list[dict[str, str]]] = []
+    columns: list[str] = []
+    for line in text.splitlines():
+        cells = line.split()
+        if not cells or line.startswith("#"):
+            columns = []
+        elif not columns:
+            columns = cells
+            found.append([])
+        else:
+            assert len(cells) == len(columns), line
+            found[-1].append(dict(zip(columns, cells, strict=True)))
+    return found
+
+
+@pytest.mark.timeout(240)
+def test_stream_prints_the_raw_road_beside_gloo():
+    (table,) = run_quick("stream.py")
+    assert [*table[0]][-1] == "ratio"
+    assert "wrong" not in table[0]  # nobody looks at these bytes
+    seen = {(row["road"], row["ways"], row["conns"]) for row in table}
+    assert seen == {(road, *way) for road in ("gloo", "iroh") for way in (("one", "1"), ("both", "1"))} | {
+        ("iroh", "both", "2")
+    }
+    for row in table:
+        assert float(row["GBps"]) > 0
+        assert 0 < float(row["p50_ms"]) <= float(row["p95_ms"])
+        assert float(row["ratio"]) > 0
+    assert [row["ratio"] for row in table if row["road"] == "gloo"] == ["1.00", "1.00"]
+
+
+@pytest.mark.timeout(240)
+def test_allreduce_verifies_every_collective_on_both_backends():
+    collectives, issuing = run_quick("allreduce.py", "--op", "all")
+    for table in (collectives, issuing):
+        assert [*table[0]][-2:] == ["wrong", "ratio"]
+    raw = [row for row in collectives if row["backend"] == "raw"]
+    assert [row["op"] for row in raw] == ["raw_one_way", "raw_both_ways"]
+    for backend in ("gloo", "iroh"):
+        rows = [row for row in collectives if row["backend"] == backend]
+        assert {row["op"] for row in rows} == OPS
+        verified = [row for row in rows if row["op"] != "barrier"]
+        assert {row["bytes"] for row in verified} == {"1Ki", "1Mi"}
+        assert {row["wrong"] for row in verified} == {"0"}
+    assert [(row["backend"], row["wrong"]) for row in issuing] == [("gloo", "0"), ("iroh", "0")]
+    for row in collectives:
+        assert 0 < float(row["p50_ms"]) <= float(row["p95_ms"])
+    for row in issuing:
+        assert 0 < float(row["p50_us"]) <= float(row["p95_us"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--op", "all_reduced"], "all_reduced"),
+        (["--raw-bytes", "3Mi"], "3Mi is not in --bytes"),
+    ],
+)
+def test_wrong_usage_exits_2_and_says_what(options, said):
+    done = run("allreduce.py", *options)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_interrupted_benchmark_leaves_no_rank_behind():
+    command = [sys.executable, str(BENCHMARKS / "stream.py"), "--rounds", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        ranks = wait_for_ranks(psutil.Process(process.pid))
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors == "interrupted\n"
+    by = time.monotonic() + 10
+    while any(is_alive(rank) for rank in ranks) and time.monotonic() < by:
+        time.sleep(0.1)
+    assert not [rank for rank in ranks if is_alive(rank)]
+
+
+def wait_for_ranks(parent: psutil.Process) -> list[psutil.Process]:
+    """All its children, once both ranks have loaded torch."""
+    by = time.monotonic() + 90
+    while time.monotonic() < by:
+        ranks = [child for child in parent.children() if is_rank(child)]
+        if len(ranks) == 2:
+            return parent.children()
+        time.sleep(0.1)
+    raise AssertionError(f"no two ranks under {parent}")
+
+
+def is_rank(process: psutil.Process) -> bool:
+    try:
+        return any("libtorch" in mapped.path for mapped in process.memory_maps())
+    except (psutil.NoSuchProcess, psutil.AccessDenied, NotImplementedError):
+        return False
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:  # an orphan may stay a zombie for long where process 1 reaps nobody
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
