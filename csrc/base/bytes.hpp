@@ -41,6 +41,14 @@ class ByteWriter {
   std::vector<std::byte> bytes_;
 };
 
+// Text of a peer as it may be shown to a person: what is not printable ASCII becomes a question mark.
+inline std::string printable(std::string text) {
+  for (char& c : text) {
+    if (c < ' ' || c > '~') c = '?';
+  }
+  return text;
+}
+
 class ByteReader {
  public:
   explicit ByteReader(std::span<const std::byte> bytes) : left_(bytes) {}

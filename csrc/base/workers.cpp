@@ -7,6 +7,18 @@
 #include "base/log.hpp"
 
 namespace torch_iroh {
+namespace {
+
+// Nobody waits for a task's result; whoever depends on its effect has a deadline.
+void run_logged(const Task& task) {
+  try {
+    task();
+  } catch (const std::exception& error) {
+    log(LogLevel::error, std::string("a background task failed: ") + error.what());
+  }
+}
+
+}  // namespace
 
 Workers::Workers(int threads) {
   threads_.reserve(static_cast<std::size_t>(threads));
@@ -14,10 +26,11 @@ Workers::Workers(int threads) {
 }
 
 Workers::~Workers() {
+  decltype(timers_) dropped;  // destroyed without the lock: their captures may post
   {
     const std::lock_guard lock(mutex_);
     stopping_ = true;
-    timers_.clear();
+    dropped.swap(timers_);
     timer_times_.clear();
   }
   wake_.notify_all();
@@ -73,17 +86,13 @@ void Workers::run() {
       wake_.wait(lock);
       continue;
     } else {
-      wake_.wait_until(lock, timers_.begin()->first.first);
+      const TimePoint next = timers_.begin()->first.first;  // a copy: the wait reads it again when the timer is gone
+      wake_.wait_until(lock, next);
       continue;
     }
     lock.unlock();
-    try {
-      task();
-      task = nullptr;
-    } catch (const std::exception& error) {
-      // Nobody waits for a task's result; whoever depends on its effect has a deadline.
-      log(LogLevel::error, std::string("a background task failed: ") + error.what());
-    }
+    run_logged(task);
+    task = nullptr;  // without the lock: its captures may post
     lock.lock();
   }
 }
@@ -117,7 +126,7 @@ void Strand::drain() {
       task = std::move(tasks_.front());
       tasks_.pop_front();
     }
-    task();
+    run_logged(task);
   }
   workers_.post([self = shared_from_this()] { self->drain(); });
 }

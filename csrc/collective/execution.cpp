@@ -240,6 +240,11 @@ bool Execution::waits_for(int rank) const {
   });
 }
 
+bool Execution::sends_to(int rank) const {
+  return std::any_of(schedule_.steps.begin(), schedule_.steps.end(),
+                     [&](const Step& step) { return step.kind == StepKind::send && step.peer == rank; });
+}
+
 std::vector<int> Execution::waiting_for() const {
   std::vector<int> ranks;
   for (const int peer : peers_) {

@@ -44,6 +44,7 @@ class Execution : public std::enable_shared_from_this<Execution> {
   void abandon() { abandoned_ = true; }
   bool finished() const { return steps_left_ == 0; }
   bool waits_for(int rank) const;
+  bool sends_to(int rank) const;
   std::vector<int> waiting_for() const;
   const std::vector<int>& peers() const { return peers_; }
 
@@ -54,10 +55,10 @@ class Execution : public std::enable_shared_from_this<Execution> {
     bool begun = false;
     Payload payload;
   };
-  struct Wide {                // a receive that adds to a float32 sum instead of its 16-bit range
-    float* sum = nullptr;      // none: it does not
-    bool first = false;        // begins the sum from its local operand
-    float divisor = 0;         // not 0: the last, which divides, rounds and stores
+  struct Wide {            // a receive that adds to a float32 sum instead of its 16-bit range
+    float* sum = nullptr;  // none: it does not
+    bool first = false;    // begins the sum from its local operand
+    float divisor = 0;     // not 0: the last, which divides, rounds and stores
   };
   struct StepState {
     std::uint32_t waits = 0;        // whole-step dependencies that are not done

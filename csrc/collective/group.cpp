@@ -15,8 +15,26 @@ constexpr std::uint64_t kAllowance = 1 << 20;
 constexpr Duration kNameFollows = milliseconds(1000);
 // So many finished operations are remembered, to compare late announcements with.
 constexpr std::size_t kHistory = 256;
+// A rank gets ahead of another by operations that need nothing of it; each counts as this many bytes at least.
+constexpr std::uint64_t kLeastCharge = 256;
+constexpr std::size_t kMostCallsAhead = 8192;
 constexpr Duration kFinishGrace = milliseconds(500);
 constexpr Duration kLinger = milliseconds(60000);
+
+// Nothing to move on any rank, as every rank knows. Such a call still waits for all: else a rank that meant another
+// call would be left alone with it.
+bool is_empty(const Request& request) {
+  if (request.op == Op::barrier || request.op == Op::all_to_all) return false;
+  const auto empty = [](std::uint64_t block) { return block == 0; };
+  return request.count == 0 && std::all_of(request.blocks.begin(), request.blocks.end(), empty);
+}
+
+Request empty_request(const Request& request) {
+  Request barrier;
+  barrier.rank = request.rank;
+  barrier.world = request.world;
+  return barrier;
+}
 
 std::string ranks_text(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
@@ -38,6 +56,7 @@ Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions
       rank_(transport_->rank()),
       world_(transport_->world()),
       strand_(std::make_shared<Strand>(workers())),
+      inbox_(transport_->may_wait_for_receiver()),
       peers_(static_cast<std::size_t>(world_)) {
   PointToPoint::Group hooks;
   hooks.tell = [this](int peer, const Message& message) { transport_->send_control(peer, encode(message)); };
@@ -67,6 +86,9 @@ std::uint64_t Group::submit(CollectiveCall call) {
   const std::lock_guard lock(submit_mutex_);
   const std::uint64_t sequence = submitted_++;
   count_in_flight(1);
+  call.request.rank = rank_;
+  call.request.world = world_;
+  call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
   auto queued = std::make_shared<Queued>(Queued{sequence, std::move(call), deadline});
   post([this, queued] {
     queue_.push_back(std::move(*queued));
@@ -146,21 +168,19 @@ void Group::advance() {
 
 void Group::begin(Queued queued) {
   CollectiveCall& call = queued.call;
-  Request& request = call.request;
-  request.rank = rank_;
-  request.world = world_;
+  const Request& request = call.request;
   if (const auto failed = failure()) {
     const Error error = explain(*failed, title_of(queued.sequence, describe(call)));
     count_in_flight(-1);
     return call.done(&error);
   }
-  request.algorithm = choose_algorithm(request, size_of(call.work.dtype), options_.algorithm);
   const std::string description = describe(call);
   const std::uint32_t signature = signature_of(description);
   std::shared_ptr<Execution> execution;
   try {
     execution = std::make_shared<Execution>(
-        request, call.work, options_.chunk_bytes, queued.sequence, signature,
+        is_empty(request) ? empty_request(request) : request, call.work, options_.chunk_bytes, queued.sequence,
+        signature,
         [this](int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()> sent) {
           send_chunk(peer, tag, bytes, std::move(sent));
         });
@@ -178,9 +198,9 @@ void Group::begin(Queued queued) {
     const auto bytes = encode(announcement);
     for (const int peer : execution->peers()) {
       const Peer& entry = peers_[static_cast<std::size_t>(peer)];
-      if (entry.lost)
-        throw Error(entry.lost->kind(), "rank " + std::to_string(peer) + " is gone: " + entry.lost->what());
-      transport_->send_control(peer, bytes);
+      // A rank that said goodbye may have sent already all that this operation needs of it.
+      if (entry.lost && (!entry.left || execution->sends_to(peer))) throw gone(peer);
+      if (!entry.lost) transport_->send_control(peer, bytes);
     }
     for (int peer = 0; peer < world_; ++peer) {
       auto& calls = peers_[static_cast<std::size_t>(peer)].calls;
@@ -197,6 +217,9 @@ void Group::begin(Queued queued) {
         peers_[static_cast<std::size_t>(one.from)].early_bytes -= one.payload.size();
         if (current_) handle_data(one.from, one.tag, std::move(one.payload));
       }
+    }
+    for (const int peer : execution->peers()) {
+      if (current_ && peers_[static_cast<std::size_t>(peer)].lost && execution->waits_for(peer)) throw gone(peer);
     }
   });
 }
@@ -223,13 +246,26 @@ void Group::send_chunk(int peer, const transport::Tag& tag, std::span<const std:
     });
   };
   Peer& entry = peers_[static_cast<std::size_t>(peer)];
-  const bool announced = entry.announced > tag.sequence;
-  if (!announced && (!entry.held.empty() || entry.allowance_used + bytes.size() > kAllowance)) {
+  const bool waits = !entry.held.empty() && tag.sequence >= entry.announced;
+  if (waits || !may_send(entry, tag.sequence, bytes.size())) {
     entry.held.push_back({tag, bytes, std::move(done)});
     return;
   }
-  if (!announced) entry.allowance_used += bytes.size();
   transmit(peer, tag, bytes, std::move(done));
+}
+
+bool Group::may_send(Peer& peer, std::uint64_t sequence, std::size_t bytes) const {
+  if (sequence < peer.announced) return true;
+  const std::uint64_t charge = std::max<std::uint64_t>(bytes, kLeastCharge);
+  if (peer.allowance_used + charge > kAllowance) return false;
+  peer.allowance_used += charge;
+  peer.ahead[sequence] += charge;
+  return true;
+}
+
+Error Group::gone(int peer) const {
+  const Error& why = *peers_[static_cast<std::size_t>(peer)].lost;
+  return {why.kind(), "rank " + std::to_string(peer) + " is gone: " + why.what()};
 }
 
 void Group::transmit(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, transport::SendDone done) {
@@ -238,7 +274,7 @@ void Group::transmit(int peer, const transport::Tag& tag, std::span<const std::b
 
 void Group::release_held(int peer) {
   Peer& entry = peers_[static_cast<std::size_t>(peer)];
-  while (!entry.held.empty() && entry.held.front().tag.sequence < entry.announced) {
+  while (!entry.held.empty() && may_send(entry, entry.held.front().tag.sequence, entry.held.front().bytes.size())) {
     Held held = std::move(entry.held.front());
     entry.held.pop_front();
     transmit(peer, held.tag, held.bytes, std::move(held.done));
@@ -246,7 +282,10 @@ void Group::release_held(int peer) {
 }
 
 void Group::on_data(int from, const transport::Tag& tag, Payload payload) {
-  post([this, from, tag, payload = std::move(payload)]() mutable {
+  const std::size_t bytes = payload.size();
+  if (!inbox_.enter(bytes)) return;
+  post([this, from, tag, payload = std::move(payload), bytes]() mutable {
+    inbox_.leave(bytes);
     if (failure()) return;
     run([&] { handle_data(from, tag, std::move(payload)); });
     advance();
@@ -285,7 +324,10 @@ void Group::handle_data(int from, const transport::Tag& tag, Payload payload) {
 }
 
 void Group::on_control(int from, Payload payload) {
-  post([this, from, payload = std::move(payload)] {
+  const std::size_t bytes = payload.size();
+  if (!inbox_.enter(bytes)) return;
+  post([this, from, payload = std::move(payload), bytes] {
+    inbox_.leave(bytes);
     run([&] {
       try {
         handle_message(from, decode_message(payload.bytes()));
@@ -299,12 +341,17 @@ void Group::on_control(int from, Payload payload) {
 }
 
 void Group::handle_message(int from, const Message& message) {
-  if (failure()) return;
+  if (const auto failed = failure()) {
+    // Whoever still turns to this rank has not heard of it.
+    const bool asks = message.kind == MessageKind::call || message.kind == MessageKind::offer;
+    if (asks && !closed_) tell_failure(from, *failed);
+    return;
+  }
   switch (message.kind) {
     case MessageKind::call: return handle_call(from, message);
     case MessageKind::abort:
       // Each rank passes the news on once, so it reaches ranks that have no link to the one who saw it.
-      return fail(Error(ErrorKind::peer_gone, message.text), true);
+      return fail(Error(ErrorKind::peer_gone, message.text + " (reported by rank " + std::to_string(from) + ")"), true);
     case MessageKind::offer: return point_to_point_->on_offer(from, message);
     case MessageKind::grant: return point_to_point_->on_grant(from, message);
   }
@@ -313,11 +360,18 @@ void Group::handle_message(int from, const Message& message) {
 void Group::handle_call(int from, const Message& message) {
   Peer& entry = peers_[static_cast<std::size_t>(from)];
   entry.announced = std::max(entry.announced, message.sequence + 1);
-  entry.allowance_used = 0;
+  // What was sent ahead for this operation is expected now; what is ahead of it still counts.
+  for (auto one = entry.ahead.begin(); one != entry.ahead.end() && one->first < entry.announced;) {
+    entry.allowance_used -= one->second;
+    one = entry.ahead.erase(one);
+  }
   const std::uint64_t next = current_ ? current_->sequence : finished_;
   if (current_ && message.sequence == next) {
     compare(from, next, current_->description, message.text);
   } else if (message.sequence >= next) {
+    if (entry.calls.size() >= kMostCallsAhead) {
+      throw Error(ErrorKind::protocol, "rank " + std::to_string(from) + " announces far ahead of what it may");
+    }
     entry.calls.emplace(message.sequence, message.text);
   } else if (const auto past = history_.find(message.sequence); past != history_.end()) {
     // This rank had nothing to wait for, so it was done before the other's word came.
@@ -371,11 +425,8 @@ void Group::fail(const Error& cause, bool tell_others) {
   }
   if (!closed_) log(LogLevel::info, explain(cause, "group " + options_.name).what());
   if (tell_others) {
-    Message news{.kind = MessageKind::abort};
-    news.text = cause.what();
     for (int peer = 0; peer < world_; ++peer) {
-      if (peer == rank_ || peers_[static_cast<std::size_t>(peer)].lost || !transport_->connected(peer)) continue;
-      transport_->send_control(peer, encode(news));
+      if (peer != rank_ && transport_->connected(peer)) tell_failure(peer, cause);
     }
   }
   std::vector<std::pair<Done, Error>> ended;
@@ -398,6 +449,15 @@ void Group::fail(const Error& cause, bool tell_others) {
   }
   point_to_point_->fail(explain(cause, "point-to-point"));
   idle_.notify_all();
+}
+
+void Group::tell_failure(int peer, const Error& cause) {
+  Peer& entry = peers_[static_cast<std::size_t>(peer)];
+  if (entry.lost || std::exchange(entry.told, true)) return;
+  Message news{.kind = MessageKind::abort};
+  news.text = cause.what();
+  news.text = news.text.substr(0, news.text.find(" (reported by "));  // once is enough on a long way
+  transport_->send_control(peer, encode(news));
 }
 
 std::string Group::title_of(std::uint64_t sequence, const std::string& description) const {
@@ -490,6 +550,7 @@ void Group::shutdown() {
     std::unique_lock lock(shared_mutex_);
     idle_.wait_for(lock, kFinishGrace, [&] { return in_flight_ == 0 && failure_; });
   }
+  inbox_.close();
   transport_->close(healthy ? kLinger : Duration::zero());
 }
 

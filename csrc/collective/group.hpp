@@ -21,6 +21,7 @@
 
 #include "base/workers.hpp"
 #include "collective/execution.hpp"
+#include "collective/inbox.hpp"
 #include "collective/messages.hpp"
 #include "collective/point_to_point.hpp"
 #include "collective/schedule.hpp"
@@ -108,9 +109,11 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   struct Peer {
     std::optional<Error> lost;
     bool left = false;
-    std::uint64_t announced = 0;                 // operations below this number have begun there
-    std::map<std::uint64_t, std::string> calls;  // announced, not begun here
-    std::uint64_t allowance_used = 0;            // bytes sent ahead of its announcement
+    bool told = false;                             // that the group is broken
+    std::uint64_t announced = 0;                   // operations below this number have begun there
+    std::map<std::uint64_t, std::string> calls;    // announced, not begun here
+    std::uint64_t allowance_used = 0;              // bytes sent ahead of its announcements
+    std::map<std::uint64_t, std::uint64_t> ahead;  // the same by operation
     std::deque<Held> held;
     std::uint64_t early_bytes = 0;  // kept for operations that have not begun here
   };
@@ -123,13 +126,16 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   void run(const std::function<void()>& step);  // turns what it throws into a failure of the group
   void send_chunk(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()> sent);
   void transmit(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, transport::SendDone done);
+  bool may_send(Peer& peer, std::uint64_t sequence, std::size_t bytes) const;  // counts what it lets through
   void release_held(int peer);
+  Error gone(int peer) const;
   void handle_data(int from, const transport::Tag& tag, Payload payload);
   void handle_message(int from, const Message& message);
   void handle_call(int from, const Message& message);
   void compare(int from, std::uint64_t sequence, const std::string& mine, const std::string& theirs) const;
   void end_current();
   void fail(const Error& cause, bool tell_others);
+  void tell_failure(int peer, const Error& cause);
   Error explain(const Error& cause, const std::string& what) const;
   std::string title_of(std::uint64_t sequence, const std::string& description) const;
   std::string waiting_text() const;
@@ -143,6 +149,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   const int rank_;
   const int world_;
   const std::shared_ptr<Strand> strand_;
+  Inbox inbox_;
   std::atomic<std::uint64_t> submitted_{0};
   std::mutex submit_mutex_;  // numbers and queues in one step
 

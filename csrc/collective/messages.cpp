@@ -22,7 +22,7 @@ Message decode_message(std::span<const std::byte> bytes) {
   message.sequence = in.get<std::uint64_t>();
   message.tag = in.get<std::int32_t>();
   message.bytes = in.get<std::uint64_t>();
-  message.text = in.get_text();
+  message.text = printable(in.get_text());
   if (message.text.size() > kMostText || in.left() != 0) {
     throw Error(ErrorKind::protocol, "a control message of the wrong length");
   }

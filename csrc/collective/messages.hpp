@@ -23,7 +23,7 @@ struct Message {
   std::string text{};  // what the operation is, or what went wrong
 };
 
-inline constexpr std::size_t kMostText = 4000;
+inline constexpr std::size_t kMostText = 1000;
 
 std::vector<std::byte> encode(const Message& message);
 

@@ -9,13 +9,15 @@ namespace {
 
 // What one rank may send to another before a receive is posted there, all messages together.
 constexpr std::uint64_t kAllowance = 1 << 20;
+constexpr std::size_t kMostOffers = 16384;
 
 }  // namespace
 
 PointToPoint::PointToPoint(int world, Group group)
     : group_(std::move(group)),
       next_number_(static_cast<std::size_t>(world)),
-      allowance_used_(static_cast<std::size_t>(world)) {}
+      allowance_used_(static_cast<std::size_t>(world)),
+      early_bytes_(static_cast<std::size_t>(world)) {}
 
 void PointToPoint::send(PointToPointCall call) {
   const auto peer = static_cast<std::size_t>(call.peer);
@@ -94,6 +96,11 @@ void PointToPoint::on_offer(int from, const Message& message) {
     return (one.peer < 0 || one.peer == from) && one.tag == offer.tag;
   });
   if (call == waiting_.end()) {
+    if (offers_.size() >= kMostOffers) {
+      return group_.fail(Error(ErrorKind::protocol, "rank " + std::to_string(from) +
+                                                        " has offered too many messages (" +
+                                                        std::to_string(kMostOffers) + ") that nobody receives"));
+    }
     offers_.emplace_back(from, offer);
     return;
   }
@@ -122,18 +129,23 @@ bool PointToPoint::match(int from, const Offer& offer, PointToPointCall& call) {
   matched_.emplace(key, Matched{std::move(call), offer.bytes});
   const auto early = early_.extract(key);
   if (!early.empty()) {
-    for (const auto& [tag, payload] : early.mapped()) absorb(key, tag, payload);
+    for (const auto& [tag, payload] : early.mapped()) {
+      early_bytes_[static_cast<std::size_t>(from)] -= payload.size();
+      absorb(key, tag, payload);
+    }
   }
   return true;
 }
 
 void PointToPoint::on_data(int from, const transport::Tag& tag, Payload payload) {
   const Key key{from, tag.sequence & ~kPointToPointBit};
-  if (matched_.contains(key)) {
-    absorb(key, tag, payload);
-  } else {
-    early_[key].emplace_back(tag, std::move(payload));
+  if (matched_.contains(key)) return absorb(key, tag, payload);
+  auto& bytes = early_bytes_[static_cast<std::size_t>(from)];
+  bytes += payload.size();
+  if (bytes > 2 * kAllowance) {
+    return group_.fail(Error(ErrorKind::protocol, "rank " + std::to_string(from) + " sends ahead of what it may"));
   }
+  early_[key].emplace_back(tag, std::move(payload));
 }
 
 void PointToPoint::absorb(const Key& key, const transport::Tag& tag, const Payload& payload) {

@@ -88,6 +88,7 @@ class PointToPoint {
   const Group group_;
   std::vector<std::uint64_t> next_number_;     // by receiver
   std::vector<std::uint64_t> allowance_used_;  // by receiver
+  std::vector<std::uint64_t> early_bytes_;     // by sender: in early_
   std::map<Key, Outgoing> outgoing_;
   std::list<PointToPointCall> waiting_;       // receives without an offer, oldest first
   std::deque<std::pair<int, Offer>> offers_;  // offers without a receive, oldest first

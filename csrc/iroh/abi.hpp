@@ -84,11 +84,12 @@ inline constexpr const char* kSupportedVersions = "1.2.x";
   X(method_iroherror_message, 60838, RustBuffer, (Handle, CallStatus*))
 
 // Objects: each has a clone and a free function.
-#define TORCH_IROH_ABI_OBJECTS(X)                                                                            \
-  X(endpointbuilder)                                                                                         \
-  X(relaymode)                                                                                               \
-  X(relaymap) X(endpoint) X(incoming) X(accepting) X(connection) X(sendstream) X(recvstream) X(endpointaddr) \
-      X(endpointid) X(iroherror)
+#define TORCH_IROH_ABI_OBJECTS(X) \
+  X(endpointbuilder)              \
+  X(relaymode)                    \
+  X(relaymap)                     \
+  X(endpoint)                     \
+  X(incoming) X(accepting) X(connection) X(sendstream) X(recvstream) X(endpointaddr) X(endpointid) X(iroherror)
 
 // Results of futures: each kind has its own poll, cancel, complete and free.
 #define TORCH_IROH_ABI_FUTURES(X) X(u64, std::uint64_t) X(rust_buffer, RustBuffer) X(void, void)

@@ -141,13 +141,16 @@ void SendLane::end_stream(std::function<void()> flushed) {
 void RecvLane::read_header() {
   // In a row of large frames the header is read alone, so that the next payload arrives whole in one buffer.
   const bool alone = bulk_ && pending_.size() == 0;
-  auto future = alone ? stream_.read_exact(kHeaderBytes) : stream_.read(kSmallRead);
+  auto future = alone ? stream_.read(kHeaderBytes) : stream_.read(kSmallRead);
   std::move(future).then([self = shared_from_this()](Result<Payload> result) { self->on_bytes(std::move(result)); });
 }
 
 void RecvLane::on_bytes(Result<Payload> result) {
   if (!result.ok()) return end(result.error());
-  if (result.value().size() == 0) return end(std::nullopt);
+  if (result.value().size() == 0) {
+    if (pending_.size() == 0) return end(std::nullopt);
+    return end(Error(ErrorKind::network, "the stream ended inside a frame"));
+  }
   if (pending_.size() == 0) {
     pending_ = std::move(result.value());
   } else {
@@ -187,8 +190,12 @@ void RecvLane::on_payload(Result<Payload> result) {
 }
 
 bool RecvLane::deliver(const FrameHeader& header, Payload payload) {
-  if (on_frame_(header, std::move(payload))) return true;
-  end(std::nullopt);
+  try {
+    if (on_frame_(header, std::move(payload))) return true;
+    end(std::nullopt);
+  } catch (const Error& error) {
+    end(error);
+  }
   return false;
 }
 

@@ -62,7 +62,8 @@ class SendLane : public std::enable_shared_from_this<SendLane> {
 
 class RecvLane : public std::enable_shared_from_this<RecvLane> {
  public:
-  // Both run on a polling thread, one call at a time, in the order of the stream. A false from on_frame ends the lane.
+  // Both run on a polling thread, one call at a time, in the order of the stream. A false from on_frame ends the
+  // lane, and so does an Error that it throws.
   using OnFrame = std::function<bool(const FrameHeader&, Payload)>;
   using OnEnd = std::function<void(std::optional<Error>)>;  // no error: the peer finished the stream
 

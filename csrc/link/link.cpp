@@ -24,6 +24,11 @@ std::uint64_t clock_ticks(TimePoint time) {
   return static_cast<std::uint64_t>(std::chrono::nanoseconds(time.time_since_epoch()).count());
 }
 
+// iroh appends a backtrace where RUST_BACKTRACE is set.
+std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
+
 FrameHeader heartbeat_at(TimePoint now) {
   FrameHeader header{.type = FrameType::heartbeat};
   header.sequence = clock_ticks(now);
@@ -70,7 +75,7 @@ void Link::on_dialed(Result<iroh::Connection> result) {
     if (state_ == State::dialing && result.ok()) {
       outgoing_ = result.value();
     } else if (state_ == State::dialing) {
-      last_dial_error_ = result.error().what();
+      last_dial_error_ = first_line(result.error().what());
       redial_at_ = after(Clock::now(), kRedialPause);
       return;
     }
@@ -191,16 +196,19 @@ void Link::on_outgoing_closed(const std::string& reason) {
 // ---- receiving ----
 
 void Link::adopt(const iroh::Connection& connection) {
+  bool dead = false;
   bool refuse = false;
   {
     const std::lock_guard lock(mutex_);
+    dead = state_ == State::dead;
     // A second one replaces the first only while nothing has come on that: the peer's first attempt was cut short.
-    refuse = state_ == State::dead || (incoming_ && lanes_seen_ != 0);
-    if (!refuse) {
+    refuse = !dead && incoming_ && lanes_seen_ != 0;
+    if (!dead && !refuse) {
       incoming_ = connection;
       liveness_.on_frame(Clock::now());
     }
   }
+  if (dead) return connection.close(kCloseDead, "given up");
   if (refuse) return connection.close(kCloseDuplicate, "a second connection");
   connection.closed().then([weak = weak_from_this(), connection](Result<std::string> reason) {
     const auto self = weak.lock();
@@ -233,47 +241,41 @@ void Link::add_lane(iroh::RecvStream stream) {
       self->heard_ = true;
       self->liveness_.on_frame(Clock::now());
     }
-    if (!*greeted) return *greeted = self->greet(header, payload);
-    if (header.type == FrameType::heartbeat) {
+    if (!std::exchange(*greeted, true)) {
+      self->greet(header, payload);
+    } else if (header.type == FrameType::hello) {
+      throw Error(ErrorKind::protocol, "bad frame: a second hello on one stream");
+    } else if (header.type == FrameType::heartbeat) {
       self->on_heartbeat(header);
     } else {
       self->events_.on_frame(self->peer_.id, header, std::move(payload));
     }
     return true;
   };
-  auto on_end = [weak = weak_from_this(), greeted](const std::optional<Error>& error) {
-    if (const auto self = weak.lock()) self->on_recv_lane_end(*greeted, error);
+  auto on_end = [weak = weak_from_this()](const std::optional<Error>& error) {
+    if (const auto self = weak.lock()) self->on_recv_lane_end(error);
   };
   std::make_shared<RecvLane>(std::move(stream), std::move(on_frame), std::move(on_end))->start();
 }
 
-bool Link::greet(const FrameHeader& header, const Payload& payload) {
-  try {
-    if (header.type != FrameType::hello) throw Error(ErrorKind::protocol, "bad frame: a stream without a hello");
-    const HelloBody hello = decode_hello(payload.bytes());
-    const std::uint64_t bit = hello.lane < 64 ? std::uint64_t{1} << hello.lane : 0;
-    const std::lock_guard lock(mutex_);
-    if ((lanes_seen_ & bit) != 0) throw Error(ErrorKind::protocol, "bad frame: a second hello for one lane");
-    lanes_seen_ |= bit;
-    return true;
-  } catch (const Error& error) {
-    log_once(LogLevel::warn, "stream " + iroh::to_hex(peer_.id),
-             "refused a stream of peer " + iroh::short_name(peer_.id) + ": " + error.what());
-    return false;
-  }
+// Throws Error(protocol).
+void Link::greet(const FrameHeader& header, const Payload& payload) {
+  if (header.type != FrameType::hello) throw Error(ErrorKind::protocol, "bad frame: a stream without a hello");
+  const HelloBody hello = decode_hello(payload.bytes());
+  const std::uint64_t bit = hello.lane < 64 ? std::uint64_t{1} << hello.lane : 0;
+  const std::lock_guard lock(mutex_);
+  if ((lanes_seen_ & bit) != 0) throw Error(ErrorKind::protocol, "bad frame: a second hello for one lane");
+  lanes_seen_ |= bit;
 }
 
-void Link::on_recv_lane_end(bool greeted, const std::optional<Error>& error) {
+void Link::on_recv_lane_end(const std::optional<Error>& error) {
   bool drained = false;
   {
     const std::lock_guard lock(mutex_);
     drained = --recv_lanes_ == 0 && incoming_closed_;
   }
-  if (error && error->kind() == ErrorKind::protocol) {
-    if (greeted) return die(*error);
-    log_once(LogLevel::warn, "stream " + iroh::to_hex(peer_.id),
-             "refused a stream of peer " + iroh::short_name(peer_.id) + ": " + error->what());
-  }
+  // The peer has proven who it is, so nobody else can have sent this.
+  if (error && error->kind() == ErrorKind::protocol) return die(*error);
   if (drained) on_incoming_closed(closed_reason_);
 }
 

@@ -64,7 +64,7 @@ class Link : public std::enable_shared_from_this<Link> {
 
   bool is_up() const;  // something can be sent right now
   bool is_dead() const;
-  std::string path_text() const;  // "direct 10.0.0.2:4242", "relay https://...", "not connected"
+  std::string path_text() const;         // "direct 10.0.0.2:4242", "relay https://...", "not connected"
   std::optional<double> rtt_ms() const;  // the least of the last heartbeats: the rest is waiting, not distance
 
  private:
@@ -79,8 +79,8 @@ class Link : public std::enable_shared_from_this<Link> {
 
   void accept_lanes(const iroh::Connection& connection);
   void add_lane(iroh::RecvStream stream);
-  bool greet(const FrameHeader& header, const Payload& payload);
-  void on_recv_lane_end(bool greeted, const std::optional<Error>& error);
+  void greet(const FrameHeader& header, const Payload& payload);
+  void on_recv_lane_end(const std::optional<Error>& error);
   void on_incoming_closed(const std::string& reason);
 
   void choose_lanes();

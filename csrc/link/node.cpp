@@ -233,6 +233,12 @@ std::vector<std::shared_ptr<Link>> Node::links_of(std::uint64_t group) {
   return links;
 }
 
+bool Node::has_link(const iroh::EndpointId& peer) {
+  const std::lock_guard lock(mutex_);
+  const auto link = links_.find(peer);
+  return link != links_.end() && !link->second->is_dead();
+}
+
 void Node::on_frame(const iroh::EndpointId& from, const FrameHeader& header, Payload payload) {
   std::shared_ptr<GroupSink> sink;
   {

@@ -51,6 +51,7 @@ class Node : public std::enable_shared_from_this<Node> {
 
   std::shared_ptr<Link> link_to(const iroh::EndpointId& peer);       // a live one, made when needed
   std::vector<std::shared_ptr<Link>> links_of(std::uint64_t group);  // those that exist
+  bool has_link(const iroh::EndpointId& peer);                       // one that is up or being built
 
   // Says goodbye on the group's links. The last group to leave closes everything: what was sent is delivered first,
   // as long as its peer is alive and for at most `linger`.

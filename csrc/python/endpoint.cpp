@@ -156,7 +156,7 @@ class RawEndpoint {
     return RawConnection(incoming->accept().get(by).handshake().get(by));
   }
 
-  void close() { endpoint_.close().get(in_seconds(1)); }
+  void close() { endpoint_.close().get(in_seconds(5)); }
 
   // The store entry with which this endpoint poses as a rank.
   py::bytes record(std::uint32_t chunk_bytes, const std::string& members) const {

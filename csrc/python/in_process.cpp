@@ -151,7 +151,8 @@ class Rank {
 
   collective::PointToPointCall point_to_point(int peer, int lowest, int tag, const std::string& what,
                                               double timeout) const {
-    if (peer < lowest || peer >= world() || peer == rank()) throw Error(ErrorKind::invalid, "no such peer: " + std::to_string(peer));
+    if (peer < lowest || peer >= world() || peer == rank())
+      throw Error(ErrorKind::invalid, "no such peer: " + std::to_string(peer));
     collective::PointToPointCall call;
     call.peer = peer;
     call.tag = tag;

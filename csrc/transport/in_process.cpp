@@ -86,6 +86,8 @@ class InProcess final : public Transport {
   void connect(int) override {}
   bool connected(int) const override { return true; }
 
+  bool may_wait_for_receiver() const override { return false; }  // worker threads, and the memory is the sender's
+
   void close(Duration) override {
     if (closed_.exchange(true)) return;
     box(rank_).close();

@@ -43,16 +43,19 @@ void IrohTransport::start(Receiver& receiver) {
   // Frames may arrive meanwhile: they queue behind the early ones until none is left.
   for (;;) {
     std::vector<Early> early;
+    std::vector<std::pair<iroh::EndpointId, Error>> deaths;
     {
       const std::lock_guard lock(mutex_);
-      if (early_.empty()) {
+      if (early_.empty() && early_deaths_.empty()) {
         early_bytes_ = 0;
         started_ = true;
         return;
       }
       early.swap(early_);
+      deaths.swap(early_deaths_);
     }
     for (Early& one : early) deliver(one.from, one.header, std::move(one.payload));
+    for (const auto& [id, cause] : deaths) deliver_death(id, cause);
   }
 }
 
@@ -98,9 +101,12 @@ void IrohTransport::connect(int peer) {
 }
 
 bool IrohTransport::connected(int peer) const {
-  const std::lock_guard lock(mutex_);
-  const Peer& entry = peers_[static_cast<std::size_t>(peer)];
-  return entry.link && entry.link->is_up();
+  iroh::EndpointId id;
+  {
+    const std::lock_guard lock(mutex_);
+    id = peers_[static_cast<std::size_t>(peer)].id;
+  }
+  return node_->has_link(id);
 }
 
 void IrohTransport::close(Duration linger) {
@@ -181,6 +187,17 @@ void IrohTransport::deliver(const iroh::EndpointId& from, const link::FrameHeade
 }
 
 void IrohTransport::on_peer_dead(const iroh::EndpointId& id, const Error& cause) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!started_) {
+      early_deaths_.emplace_back(id, cause);
+      return;
+    }
+  }
+  deliver_death(id, cause);
+}
+
+void IrohTransport::deliver_death(const iroh::EndpointId& id, const Error& cause) {
   int rank = -1;
   {
     const std::lock_guard lock(mutex_);

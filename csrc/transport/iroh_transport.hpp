@@ -32,6 +32,7 @@ class IrohTransport final : public Transport,
   void send_control(int peer, std::vector<std::byte> bytes) override;
   void connect(int peer) override;
   bool connected(int peer) const override;
+  bool may_wait_for_receiver() const override { return true; }  // polling threads, which the receiver never needs
   void close(Duration linger) override;
   std::vector<PeerStats> stats() const override;
 
@@ -55,6 +56,7 @@ class IrohTransport final : public Transport,
 
   IrohTransport(std::shared_ptr<link::Node> node, std::uint64_t group, int rank, int world);
   std::shared_ptr<link::Link> link_of(int peer);
+  void deliver_death(const iroh::EndpointId& id, const Error& cause);
   void deliver(const iroh::EndpointId& from, const link::FrameHeader& header, Payload payload);
 
   const std::shared_ptr<link::Node> node_;
@@ -67,7 +69,8 @@ class IrohTransport final : public Transport,
   std::uint8_t wire_version_ = link::kWireVersionMax;
   std::vector<Peer> peers_;
   std::map<iroh::EndpointId, int> ranks_;
-  std::vector<Early> early_;
+  std::vector<Early> early_;  // what came before start()
+  std::vector<std::pair<iroh::EndpointId, Error>> early_deaths_;
   std::size_t early_bytes_ = 0;
   bool started_ = false;
   bool closed_ = false;

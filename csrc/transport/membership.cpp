@@ -1,5 +1,6 @@
 #include "transport/membership.hpp"
 
+#include <arpa/inet.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -12,11 +13,24 @@ namespace {
 
 constexpr std::uint32_t kRecordMagic = 0x31524954;  // "TIR1"
 constexpr std::uint16_t kMostAddresses = 64;
+constexpr std::uint32_t kLeastChunk = 64;
 
 // A store may still hold what an earlier group of the same name left there: each rank counts its own groups, so the
 // n-th group of every rank meets under the same prefix.
 std::string prefix_of_turn(KeyValueStore& store, int rank) {
   return "torch_iroh/" + std::to_string(store.add_one("torch_iroh/turn/" + std::to_string(rank))) + "/";
+}
+
+// "1.2.3.4:5" or "[::1]:5": iroh panics on anything else.
+bool is_socket_address(const std::string& text) {
+  const std::size_t colon = text.rfind(':');
+  if (colon == std::string::npos || colon + 1 == text.size() || text.size() - colon > 6) return false;
+  if (text.find_first_not_of("0123456789", colon + 1) != std::string::npos) return false;
+  if (std::stoi(text.substr(colon + 1)) > 65535) return false;
+  unsigned char bytes[16];
+  const bool six = colon > 1 && text.front() == '[' && text[colon - 1] == ']';
+  const std::string host = six ? text.substr(1, colon - 2) : text.substr(0, colon);
+  return inet_pton(six ? AF_INET6 : AF_INET, host.c_str(), bytes) == 1;
 }
 
 std::uint64_t random_number() {
@@ -93,14 +107,23 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
   record.wire_min = in.get<std::uint8_t>();
   record.wire_max = in.get<std::uint8_t>();
   record.chunk_bytes = in.get<std::uint32_t>();
-  record.members = in.get_text();
-  record.host = in.get_text();
+  record.members = printable(in.get_text());
+  record.host = printable(in.get_text());
   const auto id = in.get_bytes(record.addr.id.size());
   std::copy(id.begin(), id.end(), record.addr.id.begin());
   if (std::string relay = in.get_text(); !relay.empty()) record.addr.relay_url = std::move(relay);
   const auto addresses = in.get<std::uint16_t>();
   if (addresses > kMostAddresses) throw Error(ErrorKind::protocol, "a record with too many addresses");
-  for (int i = 0; i < addresses; ++i) record.addr.direct.push_back(in.get_text());
+  for (int i = 0; i < addresses; ++i) {
+    record.addr.direct.push_back(in.get_text());
+    if (!is_socket_address(record.addr.direct.back())) {
+      throw Error(ErrorKind::protocol, "'" + printable(record.addr.direct.back()) + "' is not an address");
+    }
+  }
+  if (in.left() != 0) throw Error(ErrorKind::protocol, "a record with bytes behind its end");
+  if (record.chunk_bytes < kLeastChunk || record.chunk_bytes > link::kMaxFrameBytes || record.chunk_bytes % 64 != 0) {
+    throw Error(ErrorKind::protocol, "a record with chunks of " + std::to_string(record.chunk_bytes) + " bytes");
+  }
   return record;
 }
 
@@ -148,6 +171,11 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
       check_agreement(request, rank, mine, record);
       wire_version = std::min(wire_version, record.wire_max);
       joined.chunk_bytes = std::min(joined.chunk_bytes, record.chunk_bytes);
+      for (std::size_t other = 0; other < members.size(); ++other) {
+        if (members[other].id == record.addr.id) {
+          throw Error(ErrorKind::protocol, "it has the endpoint id of rank " + std::to_string(other));
+        }
+      }
       members.push_back(std::move(record.addr));
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::protocol) throw;

@@ -59,8 +59,11 @@ class Transport {
   virtual void send(int peer, const Tag& tag, std::span<const std::byte> bytes, SendDone done) = 0;
   virtual void send_control(int peer, std::vector<std::byte> bytes) = 0;
 
-  virtual void connect(int peer) = 0;  // starts to build the road, if there is none
-  virtual bool connected(int peer) const = 0;
+  virtual void connect(int peer) = 0;          // starts to build the road, if there is none
+  virtual bool connected(int peer) const = 0;  // there is a road, or one is being built
+
+  // Whether on_data and on_control may block the thread that calls them, to slow a sender down.
+  virtual bool may_wait_for_receiver() const = 0;
 
   // Leaves the group. No call to the receiver begins after this returns. What was sent before is delivered, as long as
   // its receiver lives and for at most `linger`.

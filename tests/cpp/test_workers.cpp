@@ -201,8 +201,7 @@ TEST_CASE("workers: a throwing task does not end its worker") {
   CHECK(end.wait());
 }
 
-// Not passing yet: Strand::drain() leaves `running_` true when a task throws, so nothing runs the strand again.
-TEST_CASE("strand: a throwing task does not end its strand" * doctest::skip()) {
+TEST_CASE("strand: a throwing task does not end its strand") {
   Latch end;
   Workers workers(1);
   const auto strand = std::make_shared<Strand>(workers);
@@ -211,8 +210,7 @@ TEST_CASE("strand: a throwing task does not end its strand" * doctest::skip()) {
   CHECK(end.wait());
 }
 
-// Not passing yet (it hangs): Workers::run() destroys a task that threw with its mutex held.
-TEST_CASE("workers: what a throwing task holds may post when it is destroyed" * doctest::skip()) {
+TEST_CASE("workers: what a throwing task holds may post when it is destroyed") {
   Latch end;
   Workers workers(2);
   std::shared_ptr<void> held(nullptr, [&](void*) { workers.post([&] { end.open(); }); });

@@ -62,7 +62,12 @@ def open_files() -> int:
 
 
 def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    """Threads of this process, without tokio's pool for blocking calls, which iroh grows and shrinks as it likes."""
+    names = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            names.append((task / "comm").read_text().strip())
+    return sum(name != "tokio-rt-worker" for name in names)
 
 
 def settled(count: Callable[[], int], at_most: int) -> int:
@@ -84,6 +89,14 @@ def group(rank: int, world: int, store: Any, backend: str = "iroh", **options: A
         yield
     finally:
         dist.destroy_process_group()
+
+
+def meet(store: str, world: int) -> None:
+    """A barrier that the backend has no part in."""
+    other = dist.FileStore(store + ".meet", world)
+    other.add("come", 1)
+    while other.add("come", 0) < world:
+        time.sleep(0.01)
 
 
 def error_of(call: Callable[[], Any]) -> str:
@@ -165,7 +178,7 @@ def test_torch_without_autoload_and_without_the_import_does_not_know_it():
     import torch, torch.distributed as dist
     try:
         dist.init_process_group("iroh", store=dist.HashStore(), rank=0, world_size=1)
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         print(error)
     """
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 14):
@@ -173,7 +186,7 @@ def test_torch_without_autoload_and_without_the_import_does_not_know_it():
     assert "iroh" in python(code, environment={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
 
 
-PROGRAM = """
+PROGRAM = r"""
 import os
 import sys
 import torch
@@ -186,7 +199,8 @@ def work(rank, world, store):
     tensor = torch.ones(100_000) * (dist.get_rank() + 1)
     dist.all_reduce(tensor)
     assert tensor.unique().tolist() == [3.0], tensor
-    print(f"rank {dist.get_rank()} of {dist.get_world_size()} done", flush=True)
+    # One write, so that lines of two ranks cannot mix.
+    os.write(1, f"rank {dist.get_rank()} of {dist.get_world_size()} done\n".encode())
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -205,7 +219,6 @@ def test_program_started_by_torchrun_spawn_and_fork(start, tmp_path):
         launcher = ["--standalone", "--nproc-per-node=2", str(program), start]
         printed = python("", *launcher, module="torch.distributed.run")
     else:
-        code = f"import runpy; runpy.run_path({str(program)!r}, run_name='__main__')"
         done = subprocess.run(
             [sys.executable, str(program), start, str(tmp_path / "store")],
             capture_output=True,
@@ -214,7 +227,7 @@ def test_program_started_by_torchrun_spawn_and_fork(start, tmp_path):
             check=False,
             env={**os.environ, **ENVIRONMENT},
         )
-        assert done.returncode == 0, (code, done.stderr)
+        assert done.returncode == 0, done.stderr
         printed = done.stdout
     assert sorted(line for line in printed.splitlines() if line.endswith("done")) == [
         "rank 0 of 2 done",
@@ -231,20 +244,18 @@ def cycle(rank: int, world: int, kind: str, where: Any) -> list[tuple[int, int]]
         store: Any = dist.FileStore(where, world)
     else:
         store = dist.TCPStore("127.0.0.1", where, world, is_master=rank == 0, timeout=TIMEOUT)
-    usage = []
+    usage: list[tuple[int, int]] = []
     for turn in range(5):
         with group(rank, world, store):
             tensor = torch.full([1000 + turn], rank + turn + 1.0)
             dist.all_reduce(tensor)
             assert tensor.unique().tolist() == [sum(peer + turn + 1.0 for peer in range(world))], tensor
         gc.collect()
-        # The first two may start what stays: the iroh library's thread, pools.
-        most_files, most_threads = usage[1] if turn > 1 else (0, 0)
-        usage.append(
-            (settled(open_files, most_files), settled(threads, most_threads))
-            if turn > 1
-            else (time.sleep(1.0) or open_files(), threads())
-        )
+        if turn < 2:  # these may start what stays: the iroh library's thread, pools
+            time.sleep(0.5)
+            usage.append((open_files(), threads()))
+        else:
+            usage.append((settled(open_files, usage[1][0]), settled(threads, usage[1][1])))
     return usage
 
 
@@ -268,6 +279,29 @@ def by_url(rank: int, world: int, url: str) -> list[float]:
 def test_init_method_urls(run, scheme, store):
     url = f"file://{store}" if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
     assert run(2, by_url, 2, url) == [[1.0], [1.0]]
+
+
+def leave_at_once(rank: int, world: int, store: str) -> list[Any]:
+    found: list[Any] = []
+    shared = dist.FileStore(store, world)
+    for turn in range(12):
+        with group(rank, world, shared):
+            tensor = torch.full([1 if turn % 2 else 200_000], float(turn))
+            found.append(error_of(lambda tensor=tensor: dist.all_reduce(tensor)))
+            if turn % 3:
+                pass  # nothing else: the first message is also the last
+            elif rank == 0:
+                found.append(error_of(lambda tensor=tensor: dist.send(tensor, 1)))
+            elif rank == 1:
+                found.append(error_of(lambda tensor=tensor: dist.recv(tensor, 0)))
+            found.append(tensor.unique().tolist() == [turn * world])
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rank_that_leaves_after_its_last_operation_takes_nothing_with_it(run, world, store):
+    for rank, found in enumerate(run(world, leave_at_once, world, store)):
+        assert [one for one in found if one not in ("nothing", True)] == [], f"rank {rank}"
 
 
 def missing_rank(rank: int, store: str) -> tuple[str, float]:
@@ -415,6 +449,9 @@ def ddp(rank: int, world: int, backend: str, store: str, static: bool) -> tuple[
             mean = loss.detach().clone()
             dist.all_reduce(mean)
             losses.append(mean.item() / world)
+        # torch 2.13's ~ProcessGroupGloo joins its threads with the GIL held, which one that frees a tensor waits for:
+        # without a pause the reference hangs in about one run of fifty.
+        time.sleep(0.3 if backend == "gloo" else 0)
         return losses, torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -482,6 +519,7 @@ def statistics(rank: int, world: int, store: str) -> tuple[Any, Any, str, str]:
     without = error_of(lambda: torch_iroh.stats())
     with group(rank, world, store):
         fresh = torch_iroh.stats()
+        meet(store, world)
         for _ in range(3):
             dist.all_reduce(torch.ones(100_000))
         dist.barrier()
@@ -572,7 +610,7 @@ def test_option_of_a_wrong_type_is_a_type_error_naming_it(option):
 def test_heartbeat_longer_than_half_of_the_peer_timeout_is_refused():
     with pytest.raises(ValueError, match=r"heartbeat is 2.* at most half of peer_timeout \(3"):
         torch_iroh.Options(heartbeat=2.0)
-    with pytest.raises(ValueError, match=r"heartbeat.*at most half of peer_timeout \(0\.8"):
+    with pytest.raises(ValueError, match=r"heartbeat.*at most half of peer_timeout \(800 ms"):
         torch_iroh.Options(peer_timeout=0.8)
     assert torch_iroh.Options(heartbeat=2.0, peer_timeout=4.0).heartbeat == 2.0
 
@@ -695,6 +733,7 @@ def connect(rank: int, world: int, store: str, how: str) -> list[str]:
             if how == "eager" and "not connected" not in paths:
                 break
             time.sleep(0.05)
+        meet(store, world)
         dist.barrier()
     return paths
 
@@ -816,7 +855,7 @@ def test_native_module_that_is_not_built_says_how_to_build_it(monkeypatch):
 
 # ---- fork ----
 
-FORKING = """
+FORKING = r"""
 import gc
 import os
 import sys
@@ -833,13 +872,16 @@ def text_of(call):
         return f"{type(error).__name__}: {error}".splitlines()[0]
     return "nothing"
 
+def say(key, text):  # one write, so that lines of two ranks cannot mix
+    os.write(1, f"{key} {text}\n".encode())
+
 def child(rank):
-    print("use", text_of(lambda: dist.all_reduce(torch.ones(3))), flush=True)
-    print("send", text_of(lambda: dist.send(torch.ones(3), 1 - rank)), flush=True)
-    print("stats", text_of(lambda: torch_iroh.stats()), flush=True)
-    print("destroy", text_of(dist.destroy_process_group), flush=True)
+    say("use", text_of(lambda: dist.all_reduce(torch.ones(3))))
+    say("send", text_of(lambda: dist.send(torch.ones(3), 1 - rank)))
+    say("stats", text_of(lambda: torch_iroh.stats()))
+    say("destroy", text_of(dist.destroy_process_group))
     again = lambda: dist.init_process_group("iroh", store=dist.HashStore(), rank=0, world_size=2)
-    print("again", text_of(again), flush=True)
+    say("again", text_of(again))
     gc.collect()
     sys.exit(0)  # through the interpreter's whole end
 
@@ -851,14 +893,14 @@ def work(rank, store):
     if pid == 0:
         child(rank)
     _, status = os.waitpid(pid, 0)
-    print("status", status, flush=True)
+    say("status", status)
     pending.wait()
     for _ in range(20):  # longer than the others would wait for a silent peer
         tensor = torch.full([100_000], rank + 1.0)
         dist.all_reduce(tensor)
         assert tensor.unique().tolist() == [3.0]
         time.sleep(0.1)
-    print("parent", "went on", flush=True)
+    say("parent", "went on")
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -909,21 +951,31 @@ def strange_tensors() -> dict[str, torch.Tensor]:
 def refusals(rank: int, world: int, store: str) -> dict[str, str]:
     found = {}
     with group(rank, world, store):
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
         for kind, tensor in strange_tensors().items():
             calls: dict[str, Callable[[], Any]] = {
-                "all_reduce": lambda t=tensor: dist.all_reduce(t),
-                "broadcast": lambda t=tensor: dist.broadcast(t, 0),
-                "all_gather": lambda t=tensor: dist.all_gather([t, t], t),
-                "all_gather_into_tensor": lambda t=tensor: dist.all_gather_into_tensor(t, t),
-                "send": lambda t=tensor: dist.send(t, 1 - rank),
+                "backend.allreduce": lambda t=tensor: backend.allreduce([t]),
+                "backend.broadcast": lambda t=tensor: backend.broadcast([t]),
+                "backend.allgather": lambda t=tensor: backend.allgather([[t, t]], [t]),
+                "backend.gather": lambda t=tensor: backend.gather([[t, t]] if rank == 0 else [], [t]),
+                "backend.scatter": lambda t=tensor: backend.scatter([t], [[t, t]] if rank == 0 else []),
+                "backend.reduce_scatter": lambda t=tensor: backend.reduce_scatter([t], [[t, t]]),
+                "backend.alltoall": lambda t=tensor: backend.alltoall([t, t], [t, t]),
+                "backend.send": lambda t=tensor: backend.send([t], 1 - rank, 0),
+                "backend.recv": lambda t=tensor: backend.recv([t], 1 - rank, 0),
             }
+            # Other layouts have no kernel in torch's dispatcher, which on meta tensors does nothing; and it shows
+            # complex32 to a backend as float16.
+            if kind == "float4":
+                calls["all_reduce"] = lambda t=tensor: dist.all_reduce(t)
+                calls["broadcast"] = lambda t=tensor: dist.broadcast(t, 0)
+                calls["send"] = lambda t=tensor: dist.send(t, 1 - rank)
             for name, call in calls.items():
                 found[f"{name} {kind}"] = error_of(call)
         dist.barrier()  # the group is as good as before
     return found
 
 
-@pytest.mark.filterwarnings("ignore")
 def test_tensors_that_cannot_be_moved_raise_value_error(run, store):
     for found in run(2, refusals, 2, store):
         wrong = {label: text for label, text in found.items() if not text.startswith("ValueError: ")}
@@ -958,7 +1010,6 @@ def wrong_arguments(rank: int, world: int, store: str) -> dict[str, str]:
         "scatter uneven": lambda: dist.scatter(ones, [ones, torch.ones(3)] if rank == 0 else lists, src=0),
         "all_to_all list": lambda: dist.all_to_all(lists[:1], lists[:1]),
         "all_to_all dtypes": lambda: dist.all_to_all(lists, [one.double() for one in lists]),
-        "all_to_all own size": lambda: dist.all_to_all(lists, [torch.ones(3) for _ in lists]),
         "all_to_all_single odd": lambda: dist.all_to_all_single(torch.ones(3), torch.ones(3)),
         "all_to_all_single splits": lambda: dist.all_to_all_single(ones, ones, [1, 2], [2, 2]),
         "all_to_all_single three splits": lambda: dist.all_to_all_single(ones, ones, [2, 1, 1], [2, 2]),
@@ -983,23 +1034,40 @@ def test_wrong_roots_lists_splits_and_dtypes_are_refused_before_anything_is_sent
         assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
 
 
+def all_to_all_own_size(rank: int, world: int, store: str) -> tuple[str, str]:
+    with group(rank, world, store):
+        text = error_of(lambda: dist.all_to_all([torch.ones(4), torch.ones(4)], [torch.ones(3), torch.ones(3)]))
+        return text, error_of(dist.barrier)
+
+
+def test_all_to_all_whose_own_block_has_two_sizes_is_refused_and_does_no_harm(run, store):
+    for text, afterwards in run(2, all_to_all_own_size, 2, store):
+        assert text.startswith("ValueError: "), text
+        assert afterwards == "nothing", afterwards
+
+
 def mismatch(rank: int, world: int, store: str, which: str) -> str:
     first = rank == 0
+
+    def gathered(count: int) -> None:
+        dist.all_gather_into_tensor(torch.ones(count * world), torch.ones(count))
+
     calls: dict[str, Callable[[], Any]] = {
         "size": lambda: dist.all_reduce(torch.ones(3 if first else 4)),
         "dtype": lambda: dist.all_reduce(torch.ones(3, dtype=torch.float32 if first else torch.int32)),
         "op": lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.SUM if first else dist.ReduceOp.MAX),
         "call": lambda: dist.all_reduce(torch.ones(3)) if first else dist.broadcast(torch.ones(3), 0),
         "root": lambda: dist.broadcast(torch.ones(3), 0 if first else 1),
-        "gathered size": lambda: dist.all_gather_into_tensor(*sized(3 if first else 4)),
+        "gathered size": lambda: gathered(3 if first else 4),
         "message size": lambda: dist.send(torch.ones(3), 1) if first else dist.recv(torch.ones(4), 0),
     }
 
-    def sized(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.ones(count * world), torch.ones(count)
+    def call_and_go_on() -> None:
+        calls[which]()
+        dist.barrier()  # a rank that only sends hears of it here at the latest
 
     with group(rank, world, store):
-        return error_of(calls[which])
+        return error_of(call_and_go_on)
 
 
 MISMATCHES = {

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
+from signal import SIGCONT, SIGKILL, SIGSTOP
 from typing import Any
 
 import pytest
@@ -332,7 +332,7 @@ def test_peer_timeout_of_1_s_is_kept(tmp_path: Path, what: str) -> None:
     with Ranks(3, environment={"TORCH_IROH_PEER_TIMEOUT": "1"}) as ranks:
         ranks.run(join_and_sum, 3, str(tmp_path / "store"))
         ranks.run(nap, 2.5)  # silence of the program is not silence of the process
-        assert values_of_run(ranks, sum_is_exact, [0, 1, 2]) == [True] * 3
+        assert ranks.run(sum_is_exact, [0, 1, 2]) == [True] * 3
         ranks.start(wait_until_it_breaks, what, only=[0, 1])
         time.sleep(0.5)
         ranks.kill(2)
@@ -346,10 +346,6 @@ def test_peer_timeout_of_1_s_is_kept(tmp_path: Path, what: str) -> None:
 
 def nap(rank: int, seconds: float) -> None:
     time.sleep(seconds)
-
-
-def values_of_run(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return ranks.run(function, *arguments)
 
 
 # ---- ranks that stand still ----
@@ -617,15 +613,22 @@ def test_program_that_ends_without_destroying_its_group_exits_with_0_within_3_s(
         print("END", time.monotonic(), flush=True)
         """,
     )
+    # How long a program with torch and without a group takes to end, on this machine and just now.
+    bare = "import time, torch; time.sleep(2); print('END', time.monotonic(), flush=True)"
+    programs.append(subprocess.Popen([sys.executable, "-c", bare], stdout=subprocess.PIPE, text=True))
+    took = []
     for rank, (code, at, output) in enumerate(ends_of(programs, 60)):
         said = re.search(r"END ([\d.]+)", output)
         assert code == 0 and said, (rank, code, output)
-        assert at - float(said[1]) < 3.0, (rank, at - float(said[1]))
         assert "Traceback" not in output and "torch-iroh[" not in output, (rank, output)
-        print(f"rank {rank}: process ended {at - float(said[1]):.2f} s after its last line")
+        took.append(at - float(said[1]))
+    print(
+        "seconds from last line to end:", [round(one, 2) for one in took[:-1]], "without a group:", round(took[-1], 2)
+    )
+    assert max(took[:-1]) < 3.0 + took[-1], took
 
 
-@pytest.mark.parametrize("how", ["return", "sys.exit(0)", "raise ValueError('no')"])
+@pytest.mark.parametrize("how", ["sys.exit(0)", "raise ValueError('no')"])
 def test_rank_whose_program_ends_is_named_at_once_to_those_who_wait_for_it(tmp_path: Path, how: str) -> None:
     programs = start_programs(
         tmp_path,
@@ -681,6 +684,41 @@ def test_worker_that_raises_under_torchrun_ends_the_job_within_seconds(tmp_path:
     assert ended - float(raised[1]) < 15.0, ended - float(raised[1])
     assert "rank 1 has had enough" in output, output
     print(f"the job ended {ended - float(raised[1]):.2f} s after the exception")
+
+
+# ---- processes that fork ----
+
+
+def fork_after_a_group_of_one(rank: int, store: str) -> list[int]:
+    """What two children, which make a group of their own, end with: 0 fine, 1 an error that says "fork", 2 another."""
+    join(0, 1, store + "-alone")
+    assert sum_is_exact(0, [0])
+    destroy()
+    children = []
+    for place in (0, 1):
+        pid = os.fork()
+        if pid == 0:
+            made = attempt(lambda place=place: join_and_sum(place, 2, store, timeout=5.0))
+            print(place, made, flush=True)
+            os._exit(0 if not made.error else 1 if "fork" in made.error else 2)
+        children.append(pid)
+    ends = {}
+    until = time.monotonic() + 15.0
+    while len(ends) < 2 and time.monotonic() < until:
+        for pid in children:
+            if pid not in ends and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                ends[pid] = os.waitstatus_to_exitcode(found[1])
+        time.sleep(0.02)
+    for pid in set(children) - set(ends):
+        os.kill(pid, SIGKILL)
+        os.waitpid(pid, 0)
+    return [ends.get(pid, -999) for pid in children]
+
+
+def test_child_of_a_process_that_had_a_group_of_one_makes_a_group_or_hears_why_not(tmp_path: Path) -> None:
+    with Ranks(1) as ranks:
+        ends = ranks.run(fork_after_a_group_of_one, str(tmp_path / "store"))[0]
+        assert ends in ([0, 0], [1, 1]), (ends, ranks.output(0))
 
 
 # ---- groups given up on purpose ----

@@ -31,8 +31,8 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+def thread_names() -> list[str]:
+    return [(one / "comm").read_text().strip() for one in Path("/proc/self/task").iterdir()]
 
 
 def idle(rank: int, seconds: float) -> float:
@@ -125,8 +125,15 @@ def test_all_reduce_of_64_mib_needs_at_most_64_mib_beside_the_tensor(tmp_path: P
                 assert peak < 2 * size, (turn, rank, peak / MIB)
 
 
-def count_threads(rank: int) -> int:
-    return threads()
+# iroh's runtime keeps up to a few spare threads for blocking calls (name look-ups, interface changes). They come and
+# go after 10 s without work, with 2 ranks as with 8, so they are bounded here and not compared.
+SPARE = "tokio-rt-worker"
+MOST_SPARE = 4
+
+
+def count_threads(rank: int) -> tuple[int, int]:
+    names = thread_names()
+    return len(names) - names.count(SPARE), names.count(SPARE)
 
 
 def test_number_of_threads_does_not_grow_with_the_number_of_peers(tmp_path: Path) -> None:
@@ -137,6 +144,6 @@ def test_number_of_threads_does_not_grow_with_the_number_of_peers(tmp_path: Path
             ranks.start(count_threads)
             counts[world] = values_of(ranks.collect())
             assert ranks.run(sum_is_exact, list(range(world))) == [True] * world
-    print("threads:", counts)
-    assert max(counts[5]) <= min(counts[2]), counts
-    assert max(counts[2]) <= 24, counts
+    print("threads and spare threads:", counts)
+    assert {own for own, _ in counts[5]} == {own for own, _ in counts[2]}, counts
+    assert all(spare <= MOST_SPARE for one in counts.values() for _, spare in one), counts
