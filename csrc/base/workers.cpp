@@ -1,6 +1,9 @@
 #include "base/workers.hpp"
 
+#include <unistd.h>
+
 #include <exception>
+#include <memory>
 #include <string>
 #include <utility>
 
@@ -97,9 +100,25 @@ void Workers::run() {
   }
 }
 
+struct ProcessWorkers::Owned {
+  explicit Owned(int threads) : workers(threads) {}
+  Workers workers;
+  pid_t pid = getpid();
+};
+
+Workers& ProcessWorkers::get() {
+  for (;;) {
+    Owned* current = owned_.load(std::memory_order_acquire);
+    if (current != nullptr && current->pid == getpid()) return current->workers;
+    auto fresh = std::make_unique<Owned>(threads_);
+    // Never freed: a process may exit while a peer still talks to it, and a parent's threads cannot be joined here.
+    if (owned_.compare_exchange_strong(current, fresh.get())) return fresh.release()->workers;
+  }
+}
+
 Workers& workers() {
-  static Workers* shared = new Workers(2);
-  return *shared;
+  static ProcessWorkers shared(2);
+  return shared.get();
 }
 
 void Strand::post(Task task) {

@@ -2,6 +2,7 @@
 // nothing of what the tasks do; a task must not block, since timers (heartbeats) share the threads.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -45,8 +46,20 @@ class Workers {
   std::vector<std::thread> threads_;
 };
 
-// The threads that move every group of this process forward: two, started by the first group, never joined (a process
-// may exit while a peer still talks to it).
+// Threads that live as long as their process: made on first use, never joined. A forked child, which has none of its
+// parent's threads, makes its own.
+class ProcessWorkers {
+ public:
+  explicit constexpr ProcessWorkers(int threads) : threads_(threads) {}
+  Workers& get();
+
+ private:
+  struct Owned;
+  const int threads_;
+  std::atomic<Owned*> owned_{nullptr};
+};
+
+// The threads that move every group of this process forward: two, started by the first group.
 Workers& workers();
 
 // Tasks posted to one strand run one after the other, in order, on whichever thread is free.

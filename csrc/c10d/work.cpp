@@ -5,10 +5,12 @@
 namespace torch_iroh::c10d_backend {
 namespace {
 
+constexpr auto kExplanation = std::chrono::milliseconds(1000);
+
 // One thread, because a callback that waits for the GIL must not hold up heartbeats or other groups' data.
 Workers& completions() {
-  static Workers* shared = new Workers(1);
-  return *shared;
+  static ProcessWorkers shared(1);
+  return shared.get();
 }
 
 }  // namespace
@@ -70,10 +72,12 @@ bool IrohWork::wait(std::chrono::milliseconds timeout) {
     cv_.wait(lock, done);  // the core ends every operation by its own deadline
   } else if (!cv_.wait_for(lock, timeout, done)) {
     lock.unlock();
-    const std::string title = description_.title == nullptr ? "operation" : description_.title;
-    const std::string text = "rank " + std::to_string(rank_) + ": " + title + " #" +
-                             std::to_string(description_.sequence) + ": wait(" + to_text(timeout) + ") timed out";
+    const std::string text = "wait(" + to_text(timeout) + ") timed out on rank " + std::to_string(rank_);
     description_.give_up(text);
+    lock.lock();
+    // The group knows whom it was waiting for, and says so in the error with which it ends this work.
+    cv_.wait_for(lock, kExplanation, done);
+    if (exception_) std::rethrow_exception(exception_);
     std::rethrow_exception(to_torch(Error(ErrorKind::timeout, text)));
   }
   if (exception_) std::rethrow_exception(exception_);

@@ -20,6 +20,9 @@ constexpr std::uint64_t kLeastCharge = 256;
 constexpr std::size_t kMostCallsAhead = 8192;
 constexpr Duration kFinishGrace = milliseconds(500);
 constexpr Duration kLinger = milliseconds(60000);
+// When the group is broken: enough to tell the others why.
+constexpr Duration kFarewell = milliseconds(500);
+constexpr int kAnyone = -1;
 
 // Nothing to move on any rank, as every rank knows. Such a call still waits for all: else a rank that meant another
 // call would be left alone with it.
@@ -69,7 +72,7 @@ Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions
   };
   hooks.fail = [this](const Error& cause) { fail(cause, true); };
   hooks.chunk_bytes = options_.chunk_bytes;
-  point_to_point_ = std::make_unique<PointToPoint>(world_, std::move(hooks));
+  point_to_point_ = std::make_unique<PointToPoint>(rank_, world_, std::move(hooks));
 }
 
 Group::~Group() {
@@ -112,8 +115,8 @@ void Group::send(PointToPointCall call) {
       const Error error = explain(*failed, "send");
       return call.done(&error, -1);
     }
-    if (const auto& lost = peers_[static_cast<std::size_t>(call.peer)].lost) {
-      const Error error(lost->kind(), "rank " + std::to_string(call.peer) + " is gone: " + lost->what());
+    if (peers_[static_cast<std::size_t>(call.peer)].lost) {
+      const Error error = gone(call.peer);
       call.done(&error, -1);
       return fail(error, true);
     }
@@ -134,10 +137,11 @@ void Group::recv(PointToPointCall call) {
       if (i != rank_) transport_->connect(i);
     }
     point_to_point_->recv(std::move(call));
-    if (peer >= 0 && point_to_point_->waits_for(peer)) {
-      if (const auto& lost = peers_[static_cast<std::size_t>(peer)].lost) {
-        return fail(Error(lost->kind(), "rank " + std::to_string(peer) + " is gone: " + lost->what()), true);
-      }
+    if (peer >= 0 && peers_[static_cast<std::size_t>(peer)].lost && point_to_point_->waits_for(peer)) {
+      return fail(gone(peer), true);
+    }
+    if (peer < 0 && world_ > 1 && alone() && point_to_point_->waits_for(kAnyone)) {
+      return fail(gone(rank_ == 0 ? 1 : 0), true);
     }
     watch_deadlines();
   });
@@ -260,6 +264,13 @@ bool Group::may_send(Peer& peer, std::uint64_t sequence, std::size_t bytes) cons
   if (peer.allowance_used + charge > kAllowance) return false;
   peer.allowance_used += charge;
   peer.ahead[sequence] += charge;
+  return true;
+}
+
+bool Group::alone() const {
+  for (int peer = 0; peer < world_; ++peer) {
+    if (peer != rank_ && !peers_[static_cast<std::size_t>(peer)].lost) return false;
+  }
   return true;
 }
 
@@ -406,7 +417,8 @@ void Group::on_lost(int rank, bool left, const Error& cause) {
     if (entry.lost) return;
     entry.lost = cause;
     entry.left = left;
-    const bool needed = (current_ && current_->execution->waits_for(rank)) || point_to_point_->waits_for(rank);
+    const bool needed = (current_ && current_->execution->waits_for(rank)) || point_to_point_->waits_for(rank) ||
+                        (alone() && point_to_point_->waits_for(kAnyone));
     // A rank that said goodbye had all it needed; it is missed only by an operation that waits for it.
     if (left && !needed) return;
     if (!closed_) fail(Error(cause.kind(), "rank " + std::to_string(rank) + " is gone: " + cause.what()), true);
@@ -417,7 +429,9 @@ void Group::abort(const Error& cause) {
   post([this, cause] { fail(cause, true); });
 }
 
-void Group::fail(const Error& cause, bool tell_others) {
+void Group::fail(const Error& given, bool tell_others) {
+  const bool late = given.kind() == ErrorKind::timeout && current_;
+  const Error cause(given.kind(), given.what() + (late ? waiting_text() : ""));
   {
     const std::lock_guard lock(shared_mutex_);
     if (failure_) return;
@@ -425,15 +439,15 @@ void Group::fail(const Error& cause, bool tell_others) {
   }
   if (!closed_) log(LogLevel::info, explain(cause, "group " + options_.name).what());
   if (tell_others) {
+    const Error news =
+        late ? Error(cause.kind(), title_of(current_->sequence, current_->description) + ": " + cause.what()) : cause;
     for (int peer = 0; peer < world_; ++peer) {
-      if (peer != rank_ && transport_->connected(peer)) tell_failure(peer, cause);
+      if (peer != rank_ && transport_->connected(peer)) tell_failure(peer, news);
     }
   }
   std::vector<std::pair<Done, Error>> ended;
   if (current_) {
-    const std::string waiting = cause.kind() == ErrorKind::timeout ? waiting_text() : "";
-    ended.emplace_back(std::move(current_->done), explain(Error(cause.kind(), cause.what() + waiting),
-                                                          title_of(current_->sequence, current_->description)));
+    ended.emplace_back(std::move(current_->done), explain(cause, title_of(current_->sequence, current_->description)));
     current_->execution->abandon();
     current_.reset();
   }
@@ -551,7 +565,7 @@ void Group::shutdown() {
     idle_.wait_for(lock, kFinishGrace, [&] { return in_flight_ == 0 && failure_; });
   }
   inbox_.close();
-  transport_->close(healthy ? kLinger : Duration::zero());
+  transport_->close(healthy ? kLinger : kFarewell);
 }
 
 GroupStats Group::stats() const {

@@ -129,12 +129,13 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   bool may_send(Peer& peer, std::uint64_t sequence, std::size_t bytes) const;  // counts what it lets through
   void release_held(int peer);
   Error gone(int peer) const;
+  bool alone() const;  // every other rank is lost
   void handle_data(int from, const transport::Tag& tag, Payload payload);
   void handle_message(int from, const Message& message);
   void handle_call(int from, const Message& message);
   void compare(int from, std::uint64_t sequence, const std::string& mine, const std::string& theirs) const;
   void end_current();
-  void fail(const Error& cause, bool tell_others);
+  void fail(const Error& given, bool tell_others);
   void tell_failure(int peer, const Error& cause);
   Error explain(const Error& cause, const std::string& what) const;
   std::string title_of(std::uint64_t sequence, const std::string& description) const;

@@ -13,8 +13,9 @@ constexpr std::size_t kMostOffers = 16384;
 
 }  // namespace
 
-PointToPoint::PointToPoint(int world, Group group)
-    : group_(std::move(group)),
+PointToPoint::PointToPoint(int rank, int world, Group group)
+    : rank_(rank),
+      group_(std::move(group)),
       next_number_(static_cast<std::size_t>(world)),
       allowance_used_(static_cast<std::size_t>(world)),
       early_bytes_(static_cast<std::size_t>(world)) {}
@@ -111,8 +112,8 @@ void PointToPoint::on_offer(int from, const Message& message) {
 
 bool PointToPoint::match(int from, const Offer& offer, PointToPointCall& call) {
   if (offer.what != call.what || offer.bytes != call.to.size()) {
-    const Error cause(ErrorKind::mismatch, "rank " + std::to_string(from) + " sends (" + offer.what +
-                                               ") where this rank receives (" + call.what + ")");
+    const Error cause(ErrorKind::mismatch, "rank " + std::to_string(from) + " sends (" + offer.what + ") where rank " +
+                                               std::to_string(rank_) + " receives (" + call.what + ")");
     waiting_.push_back(std::move(call));  // it fails with the rest
     group_.fail(cause);
     return false;

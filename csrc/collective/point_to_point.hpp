@@ -46,7 +46,7 @@ class PointToPoint {
     std::size_t chunk_bytes;
   };
 
-  explicit PointToPoint(int world, Group group);
+  PointToPoint(int rank, int world, Group group);
 
   void send(PointToPointCall call);
   void recv(PointToPointCall call);
@@ -57,7 +57,7 @@ class PointToPoint {
 
   // Everything in flight ends with `cause`.
   void fail(const Error& cause);
-  // Does anything in flight need `rank`?
+  // Does anything in flight need `rank`? -1: is a message from anyone awaited?
   bool waits_for(int rank) const;
   TimePoint next_deadline() const;
   std::optional<std::string> overdue(TimePoint now) const;  // names one operation that is past its deadline
@@ -85,6 +85,7 @@ class PointToPoint {
   void start(const Key& key, Outgoing& outgoing);
   void absorb(const Key& key, const transport::Tag& tag, const Payload& payload);
 
+  const int rank_;
   const Group group_;
   std::vector<std::uint64_t> next_number_;     // by receiver
   std::vector<std::uint64_t> allowance_used_;  // by receiver

@@ -8,11 +8,11 @@
 namespace torch_iroh::iroh {
 
 Workers& pollers() {
-  static Workers* shared = [] {
+  static ProcessWorkers shared([] {
     const char* text = std::getenv("TORCH_IROH_POLL_THREADS");
-    return new Workers(std::clamp(text == nullptr ? 2 : std::atoi(text), 1, 64));
-  }();
-  return *shared;  // never destroyed: iroh may still call back while the process exits
+    return std::clamp(text == nullptr ? 2 : std::atoi(text), 1, 64);
+  }());
+  return shared.get();
 }
 
 void PollLoop::run() {

@@ -117,6 +117,7 @@ void Link::open_lanes(const iroh::Connection& connection, std::uint8_t index) {
 
 // What was sent while there were no lanes goes first; only then is the link up, and later frames go straight to a lane.
 void Link::release_backlog() {
+  std::function<void()> flush_later;
   for (;;) {
     std::vector<OutFrame> control;
     std::vector<OutFrame> data;
@@ -129,12 +130,14 @@ void Link::release_backlog() {
       lanes = lanes_;
       if (control.empty() && data.empty()) {
         state_ = State::up;
-        return;
+        flush_later = std::exchange(flush_later_, nullptr);
+        break;
       }
     }
     for (OutFrame& frame : control) lanes[0]->send(std::move(frame));
     for (OutFrame& frame : data) lanes[1]->send(std::move(frame));
   }
+  if (flush_later) flush(std::move(flush_later));
 }
 
 void Link::send_control(OutFrame frame) {
@@ -370,6 +373,10 @@ void Link::flush(std::function<void()> flushed) {
   {
     const std::lock_guard lock(mutex_);
     if (state_ == State::up) lanes = lanes_;
+    if (state_ == State::dialing && !(control_backlog_.empty() && data_backlog_.empty())) {
+      flush_later_ = std::move(flushed);
+      return;
+    }
   }
   if (lanes.empty()) return flushed();
   auto left = std::make_shared<std::atomic<std::size_t>>(lanes.size());
@@ -390,6 +397,7 @@ void Link::die(const Error& cause) {
   iroh::Canceller dialing;
   std::vector<std::shared_ptr<SendLane>> lanes;
   std::vector<OutFrame> backlog;
+  std::function<void()> flush_later;
   {
     const std::lock_guard lock(mutex_);
     if (state_ == State::dead) return;
@@ -402,6 +410,7 @@ void Link::die(const Error& cause) {
     backlog.swap(control_backlog_);
     std::move(data_backlog_.begin(), data_backlog_.end(), std::back_inserter(backlog));
     data_backlog_.clear();
+    flush_later = std::exchange(flush_later_, nullptr);
   }
   dialing.cancel();
   const std::string reason = cause.kind() == ErrorKind::aborted ? "left" : "given up";
@@ -411,6 +420,7 @@ void Link::die(const Error& cause) {
   for (OutFrame& frame : backlog) {
     if (frame.done) frame.done(cause);
   }
+  if (flush_later) flush_later();
   events_.on_dead(peer_.id, cause);
 }
 

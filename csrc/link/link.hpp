@@ -58,7 +58,8 @@ class Link : public std::enable_shared_from_this<Link> {
 
   void on_tick(TimePoint now, Duration paused);
 
-  // Everything sent so far reaches the peer, then `flushed` is called; at once when the link is not up.
+  // Everything sent so far reaches the peer, then `flushed` is called; at once when there is nothing to send or nobody
+  // to send it to.
   void flush(std::function<void()> flushed);
   void kill(const Error& cause);
 
@@ -107,8 +108,9 @@ class Link : public std::enable_shared_from_this<Link> {
   std::vector<std::shared_ptr<SendLane>> lanes_;
   std::vector<OutFrame> control_backlog_;
   std::vector<OutFrame> data_backlog_;
-  std::size_t lanes_in_use_ = 1;  // data lanes; lanes_[1] is the first
-  bool sent_data_ = false;        // since lanes were last chosen
+  std::function<void()> flush_later_;  // asked for while dialing
+  std::size_t lanes_in_use_ = 1;       // data lanes; lanes_[1] is the first
+  bool sent_data_ = false;             // since lanes were last chosen
   TimePoint choose_lanes_at_{};
   TimePoint heartbeat_at_{};
   std::deque<double> rtts_ms_;  // of the last heartbeats

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/fork.hpp"
 #include "collective/group.hpp"
 #include "collective/reduce.hpp"
 #include "python/module.hpp"
@@ -63,7 +64,7 @@ class Rank {
     options.name = "in process";
     options.chunk_bytes = chunk_bytes;
     options.algorithm = algorithm;
-    group_ = collective::Group::make(std::move(transport), options);
+    group_.assign(collective::Group::make(std::move(transport), options));
   }
 
   void collective(const std::string& op, const std::string& dtype, const std::string& reduce, double factor, int root,
@@ -100,10 +101,11 @@ class Rank {
       call.request.count = 0;
     }
     call.timeout = to_duration(timeout);
+    collective::Group& target = group();
     Waiter waiter;
     call.done = [&waiter](const Error* error) { waiter.done(error, -1); };
     const py::gil_scoped_release release;
-    group_->submit(std::move(call));
+    target.submit(std::move(call));
     waiter.wait();
   }
 
@@ -121,9 +123,10 @@ class Rank {
     return run(std::move(call), false);
   }
 
-  void abort(const std::string& why) { group_->abort(Error(ErrorKind::aborted, why)); }
+  void abort(const std::string& why) { group().abort(Error(ErrorKind::aborted, why)); }
   void sever(const std::string& why) { transport::sever(*transport_, why); }
   void close() {
+    if (group_.in_child()) return;
     const py::gil_scoped_release release;
     group_->shutdown();
   }
@@ -149,6 +152,12 @@ class Rank {
 
   static constexpr int kAnyone = -1;
 
+  collective::Group& group() const {
+    if (group_.in_child())
+      throw Error(ErrorKind::invalid, "this process was forked after its in-process world was made");
+    return *group_;
+  }
+
   collective::PointToPointCall point_to_point(int peer, int lowest, int tag, const std::string& what,
                                               double timeout) const {
     if (peer < lowest || peer >= world() || peer == rank())
@@ -162,19 +171,20 @@ class Rank {
   }
 
   int run(collective::PointToPointCall call, bool sends) {
+    collective::Group& target = group();
     Waiter waiter;
     call.done = [&waiter](const Error* error, int source) { waiter.done(error, source); };
     const py::gil_scoped_release release;
     if (sends) {
-      group_->send(std::move(call));
+      target.send(std::move(call));
     } else {
-      group_->recv(std::move(call));
+      target.recv(std::move(call));
     }
     return waiter.wait();
   }
 
   std::shared_ptr<transport::Transport> transport_;
-  std::shared_ptr<collective::Group> group_;
+  ParentOwned<collective::Group> group_;
 };
 
 std::vector<std::unique_ptr<Rank>> make_world(int world, std::size_t chunk_bytes, const std::string& algorithm) {

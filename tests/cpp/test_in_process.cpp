@@ -1205,6 +1205,17 @@ TEST_CASE("point to point: a lost peer fails what needs it, at both ends of a me
   CHECK_MESSAGE(says(later->outcome.error(), "rank 1 is gone"), text_of(later->outcome.error()));
 }
 
+TEST_CASE("point to point: a receive from anyone ends when everyone has left") {
+  World ranks(3);
+  const auto received = recv(ranks[0], -1, 0, 100);
+  ranks[1].shutdown();
+  std::this_thread::sleep_for(milliseconds(20));
+  CHECK(received->outcome.calls() == 0);  // rank 2 may still send
+  ranks[2].shutdown();
+  CHECK(received->outcome.wait());
+  CHECK_MESSAGE(says(received->outcome.error(), "it left the group"), text_of(received->outcome.error()));
+}
+
 TEST_CASE("point to point: a message sent before its sender left is received") {
   World ranks(2, {.jitter = 6});
   const auto received = recv(ranks[1], 0, 0, 1000);

@@ -1,7 +1,9 @@
 // The threads under everything: tasks, timers and strands.
 #include <doctest/doctest.h>
 
+#include <sys/wait.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -217,6 +219,24 @@ TEST_CASE("workers: what a throwing task holds may post when it is destroyed") {
   workers.post([held = std::move(held)] { throw std::runtime_error("on purpose, by a test"); });
   CHECK(end.wait());
 }
+
+#ifndef __SANITIZE_THREAD__  // which ends a forked child that makes threads
+TEST_CASE("workers: a forked child has threads of its own") {
+  Latch before;
+  workers().post([&] { before.open(); });
+  CHECK(before.wait());
+  const pid_t child = fork();
+  if (child == 0) {
+    Latch end;
+    workers().at(Clock::now() + milliseconds(1), [&] { end.open(); });
+    _exit(end.wait() ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  CHECK(WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}
+#endif
 
 TEST_CASE("workers: idle workers use no CPU") {
   Workers workers(8);

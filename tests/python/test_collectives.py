@@ -1079,7 +1079,9 @@ def scenario_conjugate(rank: int) -> Ledger:
     ledger, world = Ledger(rank), dist.get_world_size()
 
     def value(peer: int) -> torch.Tensor:
-        return torch.arange(6 * world).to(torch.complex64) * (1 + 2j) + 10 * peer
+        return (
+            torch.arange(1, 6 * world + 1).to(torch.complex64) * (1 + 2j) + 10 * peer
+        )  # no zeros, so no signs of zero
 
     for name, lazy in (("conj", torch.conj), ("neg", lambda tensor: tensor.conj().imag)):
 
