@@ -30,7 +30,7 @@ FrameHeader decode(std::span<const std::byte, kHeaderBytes> bytes) {
   FrameHeader header;
   if (in.get<std::uint16_t>() != kMagic) refuse("it does not start with the magic number");
   const auto type = in.get<std::uint8_t>();
-  if (type < static_cast<std::uint8_t>(FrameType::hello) || type > static_cast<std::uint8_t>(FrameType::goodbye)) {
+  if (type < static_cast<std::uint8_t>(FrameType::hello) || type > static_cast<std::uint8_t>(FrameType::farewell)) {
     refuse("unknown type " + std::to_string(type));
   }
   header.type = static_cast<FrameType>(type);

@@ -117,27 +117,29 @@ void Link::open_lanes(const iroh::Connection& connection, std::uint8_t index) {
 
 // What was sent while there were no lanes goes first; only then is the link up, and later frames go straight to a lane.
 void Link::release_backlog() {
-  std::function<void()> flush_later;
   for (;;) {
     std::vector<OutFrame> control;
     std::vector<OutFrame> data;
+    std::vector<FrameHeader> everywhere;
     std::vector<std::shared_ptr<SendLane>> lanes;
     {
       const std::lock_guard lock(mutex_);
       if (state_ == State::dead) return;
       control.swap(control_backlog_);
       data.swap(data_backlog_);
+      everywhere.swap(everywhere_backlog_);
       lanes = lanes_;
-      if (control.empty() && data.empty()) {
+      if (control.empty() && data.empty() && everywhere.empty()) {
         state_ = State::up;
-        flush_later = std::exchange(flush_later_, nullptr);
-        break;
+        return;
       }
     }
     for (OutFrame& frame : control) lanes[0]->send(std::move(frame));
     for (OutFrame& frame : data) lanes[1]->send(std::move(frame));
+    for (const FrameHeader& header : everywhere) {
+      for (const auto& lane : lanes) lane->send({header, {}, nullptr});
+    }
   }
-  if (flush_later) flush(std::move(flush_later));
 }
 
 void Link::send_control(OutFrame frame) {
@@ -176,6 +178,7 @@ void Link::send_everywhere(const FrameHeader& header) {
   std::vector<std::shared_ptr<SendLane>> lanes;
   {
     const std::lock_guard lock(mutex_);
+    if (state_ == State::dialing) everywhere_backlog_.push_back(header);
     if (state_ != State::up) return;
     lanes = lanes_;
   }
@@ -250,6 +253,10 @@ void Link::add_lane(iroh::RecvStream stream) {
       throw Error(ErrorKind::protocol, "bad frame: a second hello on one stream");
     } else if (header.type == FrameType::heartbeat) {
       self->on_heartbeat(header);
+    } else if (header.type == FrameType::closing) {
+      self->on_closing(header);
+    } else if (header.type == FrameType::farewell) {
+      self->on_farewell();
     } else {
       self->events_.on_frame(self->peer_.id, header, std::move(payload));
     }
@@ -349,6 +356,24 @@ void Link::on_tick(TimePoint now, Duration paused) {
   if (control && control->idle()) control->send({heartbeat_at(now), {}, nullptr});
 }
 
+// QUIC's own acknowledgement is not enough to hang up on: a stream that this side has not accepted yet would be lost.
+void Link::on_closing(const FrameHeader& header) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (++closings_ != header.message) return;
+  }
+  send_control({FrameHeader{.type = FrameType::farewell}, {}, nullptr});
+}
+
+void Link::on_farewell() {
+  std::function<void()> flushed;
+  {
+    const std::lock_guard lock(mutex_);
+    flushed = std::exchange(flushed_, nullptr);
+  }
+  if (flushed) flushed();
+}
+
 void Link::on_heartbeat(const FrameHeader& header) {
   if (header.chunk == 0) {
     FrameHeader echo = header;
@@ -369,22 +394,15 @@ void Link::on_heartbeat(const FrameHeader& header) {
 }
 
 void Link::flush(std::function<void()> flushed) {
-  std::vector<std::shared_ptr<SendLane>> lanes;
   {
     const std::lock_guard lock(mutex_);
-    if (state_ == State::up) lanes = lanes_;
-    if (state_ == State::dialing && !(control_backlog_.empty() && data_backlog_.empty())) {
-      flush_later_ = std::move(flushed);
-      return;
-    }
+    const bool pending = !(control_backlog_.empty() && data_backlog_.empty() && everywhere_backlog_.empty());
+    if (state_ == State::up || (state_ == State::dialing && pending)) flushed_ = std::exchange(flushed, nullptr);
   }
-  if (lanes.empty()) return flushed();
-  auto left = std::make_shared<std::atomic<std::size_t>>(lanes.size());
-  for (const auto& lane : lanes) {
-    lane->finish([left, flushed] {
-      if (left->fetch_sub(1) == 1) flushed();
-    });
-  }
+  if (flushed) return flushed();
+  FrameHeader closing{.type = FrameType::closing};
+  closing.message = static_cast<std::uint32_t>(options_.streams + 1);
+  send_everywhere(closing);
 }
 
 void Link::kill(const Error& cause) {
@@ -397,7 +415,7 @@ void Link::die(const Error& cause) {
   iroh::Canceller dialing;
   std::vector<std::shared_ptr<SendLane>> lanes;
   std::vector<OutFrame> backlog;
-  std::function<void()> flush_later;
+  std::function<void()> flushed;
   {
     const std::lock_guard lock(mutex_);
     if (state_ == State::dead) return;
@@ -410,7 +428,7 @@ void Link::die(const Error& cause) {
     backlog.swap(control_backlog_);
     std::move(data_backlog_.begin(), data_backlog_.end(), std::back_inserter(backlog));
     data_backlog_.clear();
-    flush_later = std::exchange(flush_later_, nullptr);
+    flushed = std::exchange(flushed_, nullptr);
   }
   dialing.cancel();
   const std::string reason = cause.kind() == ErrorKind::aborted ? "left" : "given up";
@@ -420,7 +438,7 @@ void Link::die(const Error& cause) {
   for (OutFrame& frame : backlog) {
     if (frame.done) frame.done(cause);
   }
-  if (flush_later) flush_later();
+  if (flushed) flushed();
   events_.on_dead(peer_.id, cause);
 }
 

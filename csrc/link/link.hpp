@@ -52,7 +52,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void connect();                                   // starts to dial when idle
   void send_control(OutFrame frame);                // in order
   void send_data(OutFrame frame);                   // on the data lane in use with the least to do
-  void send_everywhere(const FrameHeader& header);  // an empty frame, last on every lane; nothing when not up
+  void send_everywhere(const FrameHeader& header);  // an empty frame, last on every lane; nothing when idle
 
   void adopt(const iroh::Connection& connection);  // that the peer dialled: what it sends comes here
 
@@ -86,6 +86,8 @@ class Link : public std::enable_shared_from_this<Link> {
 
   void choose_lanes();
   void on_heartbeat(const FrameHeader& header);
+  void on_closing(const FrameHeader& header);
+  void on_farewell();
   std::optional<Error> verdict_locked(TimePoint now);
   void die(const Error& cause);
   std::optional<iroh::Path> selected_path() const;
@@ -108,9 +110,10 @@ class Link : public std::enable_shared_from_this<Link> {
   std::vector<std::shared_ptr<SendLane>> lanes_;
   std::vector<OutFrame> control_backlog_;
   std::vector<OutFrame> data_backlog_;
-  std::function<void()> flush_later_;  // asked for while dialing
-  std::size_t lanes_in_use_ = 1;       // data lanes; lanes_[1] is the first
-  bool sent_data_ = false;             // since lanes were last chosen
+  std::vector<FrameHeader> everywhere_backlog_;
+  std::function<void()> flushed_;  // waits for the peer's farewell
+  std::size_t lanes_in_use_ = 1;   // data lanes; lanes_[1] is the first
+  bool sent_data_ = false;         // since lanes were last chosen
   TimePoint choose_lanes_at_{};
   TimePoint heartbeat_at_{};
   std::deque<double> rtts_ms_;  // of the last heartbeats
@@ -118,6 +121,7 @@ class Link : public std::enable_shared_from_this<Link> {
   iroh::Connection incoming_;
   std::uint64_t lanes_seen_ = 0;  // bit set of the peer's lanes
   int recv_lanes_ = 0;            // still being read
+  std::uint32_t closings_ = 0;    // of the peer's lanes, read to their end
   bool incoming_closed_ = false;
   std::string closed_reason_;
   bool heard_ = false;  // a first frame has come

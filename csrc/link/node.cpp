@@ -147,6 +147,9 @@ void Node::on_connected(Result<iroh::Connection> result) {
       known = known || group.members.contains(id);
       wait = wait || !group.complete;
     }
+    // While this process leaves, a peer may still have to dial in to say farewell.
+    const auto link = links_.find(id);
+    known = known || (link != links_.end() && !link->second->is_dead());
     wait = wait && strangers_.size() < kMostStrangers && !closing_;
     if (!known && wait) strangers_.push_back({result.value(), id, Clock::now()});
   }
@@ -314,7 +317,6 @@ void Node::close(Duration linger) {
   {
     const std::lock_guard lock(mutex_);
     for (const auto& [id, link] : links_) links.push_back(link);
-    links_.clear();
     strangers.swap(strangers_);
   }
   struct Waiting {
@@ -343,6 +345,10 @@ void Node::close(Duration linger) {
     }
   }
   for (const auto& link : links) link->kill(Error(ErrorKind::aborted, "this process left"));
+  {
+    const std::lock_guard lock(mutex_);
+    links_.clear();
+  }
   for (const Stranger& one : strangers) one.connection.close(kCloseLeft, "left");
   try {
     endpoint_.close().get(after(Clock::now(), kEndpointCloseTimeout));
