@@ -66,17 +66,22 @@ distclean: clean
 native: $(VENV)/installed-torch
 	$(MAKE) -C csrc -j$(JOBS) modules PYTHON="$(native_python)" WERROR=
 
-unit: system-for-test
+# The unit tests open the iroh library themselves, and must not pass without it.
+with_iroh = TORCH_IROH_REQUIRE_LIBRARY=1 \
+  TORCH_IROH_LIBRARY="$$($(bin)/python -c 'from torch_iroh._native import iroh_library; print(iroh_library()[0])')"
+
+unit: system-for-test $(VENV)/installed-test
 	$(MAKE) -C csrc -j$(JOBS) unit
-	build/native/unit
+	$(with_iroh) build/native/unit
 
 # TSan of GCC 12 cannot place its shadow memory under the address randomisation of newer kernels ("unexpected memory
 # mapping"): setarch -R turns that off, where it exists and a container allows it.
-unit-sanitized: system-for-test
+unit-sanitized: system-for-test $(VENV)/installed-test
 	$(MAKE) -C csrc -j$(JOBS) unit SANITIZE=address,undefined
-	UBSAN_OPTIONS=print_stacktrace=1 build/native-address-undefined/unit
+	$(with_iroh) UBSAN_OPTIONS=print_stacktrace=1 build/native-address-undefined/unit
 	$(MAKE) -C csrc -j$(JOBS) unit SANITIZE=thread
-	fixed="setarch $$(uname -m) -R"; $$fixed true 2>/dev/null || fixed=; $$fixed build/native-thread/unit
+	fixed="setarch $$(uname -m) -R"; $$fixed true 2>/dev/null || fixed=; \
+	$(with_iroh) TSAN_OPTIONS=suppressions=$(CURDIR)/tests/cpp/tsan.supp $$fixed build/native-thread/unit
 
 # ---- the environment: each file below stands for a step that was done ----
 

@@ -42,9 +42,9 @@ import tiny_model
 import torch
 import torch.distributed as dist
 import transformers
-from ranks import Place, all_gather_int, broadcast_rows, checksum, mean_over_ranks, sum_over_ranks
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
+from world import Place, all_gather_int, broadcast_rows, checksum, mean_over_ranks, sum_over_ranks
 
 
 def parse_arguments() -> argparse.Namespace:

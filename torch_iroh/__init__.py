@@ -52,14 +52,16 @@ def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
 
 
-def _register_if_torch_is_loaded() -> None:
+def _register_without_autoload() -> None:
+    import os
     import sys
 
-    # With TORCH_DEVICE_BACKEND_AUTOLOAD=0 this import is what registers the backend; a torch that is still being
-    # imported (it may be importing us) registers by its entry point instead.
+    # With TORCH_DEVICE_BACKEND_AUTOLOAD=0 this import is what registers the backend, so it needs torch there. Else
+    # torch registers by the entry point, and may be half imported right now (it may be importing us).
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and hasattr(distributed, "Backend"):
+    ready = distributed is not None and hasattr(distributed, "Backend")
+    if ready or os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         _autoload()
 
 
-_register_if_torch_is_loaded()
+_register_without_autoload()

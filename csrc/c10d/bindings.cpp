@@ -117,7 +117,14 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
           throw py::type_error("torch_iroh.Options has no option '" + name + "'; it has: " + all);
         }
         const auto get = [&]<typename T>(const char* name, std::optional<T> none) {
-          return kwargs.contains(name) ? kwargs[name].cast<std::optional<T>>() : none;
+          if (!kwargs.contains(name)) return none;
+          try {
+            return kwargs[name].cast<std::optional<T>>();
+          } catch (const py::cast_error&) {
+            const char* wanted = std::is_same_v<T, std::string> ? "str" : std::is_same_v<T, double> ? "float" : "int";
+            throw py::type_error(std::string("torch_iroh.Options: ") + name + " must be " + wanted + " or None, not " +
+                                 py::str(py::type::of(kwargs[name]).attr("__name__")).template cast<std::string>());
+          }
         };
         return make_options(std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
                             get("algorithm", std::optional<std::string>()),

@@ -1,4 +1,5 @@
 // The virtuals of ProcessGroupIroh, and what each asks of the core. A comment names who in torch calls it.
+#include <algorithm>
 #include <numeric>
 #include <utility>
 
@@ -62,6 +63,8 @@ Tensors split_by(const char* op, const at::Tensor& whole, const std::vector<std:
   }
   TORCH_CHECK_VALUE(sizes.size() == static_cast<std::size_t>(world), "ProcessGroupIroh::", op, ": ", sizes.size(),
                     " split sizes for ", world, " ranks");
+  TORCH_CHECK_VALUE(std::all_of(sizes.begin(), sizes.end(), [](std::int64_t size) { return size >= 0; }),
+                    "ProcessGroupIroh::", op, ": a split size is negative");
   TORCH_CHECK_VALUE(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}) == length, "ProcessGroupIroh::", op,
                     ": the split sizes do not add up to dimension 0 of size ", length);
   const at::Tensor base = whole.dim() == 0 ? whole.unsqueeze(0) : whole;
@@ -119,6 +122,9 @@ ProcessGroupIroh::Part ProcessGroupIroh::gather_part(const char* op, Op kind, co
   if (kind == Op::all_to_all) {
     blocks = flats->first.blocks();
     part.call.request.send_blocks = flats->second.blocks();
+    const auto rank = static_cast<std::size_t>(rank_);
+    TORCH_CHECK_VALUE(blocks[rank] == part.call.request.send_blocks[rank], "ProcessGroupIroh::", op, ": rank ", rank_,
+                      " sends itself ", part.call.request.send_blocks[rank], " elements but receives ", blocks[rank]);
     return part;
   }
   blocks = whole.size() == static_cast<std::size_t>(size_)

@@ -32,9 +32,12 @@ std::optional<double> number_option(const std::optional<double>& set, const char
   return value;
 }
 
-std::optional<double> as_double(const std::optional<std::int64_t>& value) {
+std::optional<std::int64_t> integer_option(const std::optional<std::int64_t>& set, const char* variable) {
+  if (set) return set;
+  const auto value = number_option(std::nullopt, variable);
   if (!value) return std::nullopt;
-  return static_cast<double>(*value);
+  if (*value != std::floor(*value)) refuse(variable, "'" + *environment(variable) + "'", "a whole number");
+  return static_cast<std::int64_t>(*value);
 }
 
 void within(const char* name, double value, double low, double high, const char* unit) {
@@ -55,7 +58,7 @@ Duration seconds(double value) {
 }  // namespace
 
 std::uint32_t IrohOptions::resolved_chunk_bytes() const {
-  const double value = number_option(as_double(chunk_bytes), "TORCH_IROH_CHUNK_BYTES").value_or(256 << 10);
+  const auto value = static_cast<double>(integer_option(chunk_bytes, "TORCH_IROH_CHUNK_BYTES").value_or(256 << 10));
   within("chunk_bytes", value, 1024, link::kMaxFrameBytes, " bytes");
   // A whole number of every dtype's elements.
   return static_cast<std::uint32_t>(value) & ~std::uint32_t{63};
@@ -77,8 +80,8 @@ bool IrohOptions::resolved_eager() const {
 
 link::NodeOptions IrohOptions::resolved_node_options() const {
   link::NodeOptions options = link::Node::running_options().value_or(link::NodeOptions{});
-  if (const auto value = number_option(as_double(streams), "TORCH_IROH_STREAMS")) {
-    within("streams", *value, 1, link::HelloBody::kMaxLanes - 1, "");
+  if (const auto value = integer_option(streams, "TORCH_IROH_STREAMS")) {
+    within("streams", static_cast<double>(*value), 1, link::HelloBody::kMaxLanes - 1, "");
     options.link.streams = static_cast<int>(*value);
   }
   if (const auto value = number_option(peer_timeout, "TORCH_IROH_PEER_TIMEOUT")) {
@@ -97,7 +100,12 @@ link::NodeOptions IrohOptions::resolved_node_options() const {
     refuse("heartbeat", to_text(options.link.heartbeat),
            "at most half of peer_timeout (" + to_text(options.link.peer_timeout) + ")");
   }
-  if (auto value = text_option(bind, "TORCH_IROH_BIND")) options.bind_addr = std::move(*value);
+  if (auto value = text_option(bind, "TORCH_IROH_BIND")) {
+    if (!iroh::is_socket_address(*value)) {
+      refuse("bind", "'" + *value + "'", "\"ip:port\", for example \"127.0.0.1:0\" (port 0: any)");
+    }
+    options.bind_addr = std::move(*value);
+  }
   return options;
 }
 

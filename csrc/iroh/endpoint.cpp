@@ -1,5 +1,7 @@
 #include "iroh/endpoint.hpp"
 
+#include <arpa/inet.h>
+
 #include <algorithm>
 
 #include "iroh/call.hpp"
@@ -96,6 +98,17 @@ std::string to_hex(const EndpointId& id) {
 
 std::string short_name(const EndpointId& id) {
   return to_hex(id).substr(0, 10);
+}
+
+bool is_socket_address(const std::string& text) {
+  const std::size_t colon = text.rfind(':');
+  if (colon == std::string::npos || colon + 1 == text.size() || text.size() - colon > 6) return false;
+  if (text.find_first_not_of("0123456789", colon + 1) != std::string::npos) return false;
+  if (std::stoi(text.substr(colon + 1)) > 65535) return false;
+  unsigned char bytes[16];
+  const bool six = colon > 1 && text.front() == '[' && text[colon - 1] == ']';
+  const std::string host = six ? text.substr(1, colon - 2) : text.substr(0, colon);
+  return inet_pton(six ? AF_INET6 : AF_INET, host.c_str(), bytes) == 1;
 }
 
 std::optional<EndpointId> id_from_hex(const std::string& hex) {

@@ -21,6 +21,9 @@ std::string to_hex(const EndpointId& id);
 std::string short_name(const EndpointId& id);  // the first ten hex digits
 std::optional<EndpointId> id_from_hex(const std::string& hex);
 
+// "1.2.3.4:5" or "[::1]:5": what iroh takes as an address (it panics on anything else, iroh 1.2.0).
+bool is_socket_address(const std::string& text);
+
 struct EndpointAddr {
   EndpointId id{};
   std::optional<std::string> relay_url;

@@ -169,7 +169,7 @@ void IrohTransport::deliver(const iroh::EndpointId& from, const link::FrameHeade
     if (found == ranks_.end() || found->second == rank_) return;
     rank = found->second;
     Peer& peer = peers_[static_cast<std::size_t>(rank)];
-    peer.received_bytes += payload.size();
+    if (header.type == link::FrameType::data) peer.received_bytes += payload.size();
     // Once on every lane of the sender: only then is nothing of it still on its way.
     if (header.type == link::FrameType::goodbye) {
       left = ++peer.goodbyes == static_cast<int>(header.message) && !std::exchange(peer.lost, true);

@@ -1,6 +1,5 @@
 #include "transport/membership.hpp"
 
-#include <arpa/inet.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -19,18 +18,6 @@ constexpr std::uint32_t kLeastChunk = 64;
 // n-th group of every rank meets under the same prefix.
 std::string prefix_of_turn(KeyValueStore& store, int rank) {
   return "torch_iroh/" + std::to_string(store.add_one("torch_iroh/turn/" + std::to_string(rank))) + "/";
-}
-
-// "1.2.3.4:5" or "[::1]:5": iroh panics on anything else.
-bool is_socket_address(const std::string& text) {
-  const std::size_t colon = text.rfind(':');
-  if (colon == std::string::npos || colon + 1 == text.size() || text.size() - colon > 6) return false;
-  if (text.find_first_not_of("0123456789", colon + 1) != std::string::npos) return false;
-  if (std::stoi(text.substr(colon + 1)) > 65535) return false;
-  unsigned char bytes[16];
-  const bool six = colon > 1 && text.front() == '[' && text[colon - 1] == ']';
-  const std::string host = six ? text.substr(1, colon - 2) : text.substr(0, colon);
-  return inet_pton(six ? AF_INET6 : AF_INET, host.c_str(), bytes) == 1;
 }
 
 std::uint64_t random_number() {
@@ -116,7 +103,7 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
   if (addresses > kMostAddresses) throw Error(ErrorKind::protocol, "a record with too many addresses");
   for (int i = 0; i < addresses; ++i) {
     record.addr.direct.push_back(in.get_text());
-    if (!is_socket_address(record.addr.direct.back())) {
+    if (!iroh::is_socket_address(record.addr.direct.back())) {
       throw Error(ErrorKind::protocol, "'" + printable(record.addr.direct.back()) + "' is not an address");
     }
   }

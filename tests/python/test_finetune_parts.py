@@ -18,10 +18,10 @@ for needed in ("matplotlib", "peft", "tokenizers", "tqdm", "transformers"):
 EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # as torchrun does for a script in that folder
 try:
-    import ranks
     import report
     import text_data
     import tiny_model
+    import world
 finally:
     sys.path.remove(str(EXAMPLES))
 
@@ -213,14 +213,14 @@ def test_cache_folder_follows_xdg(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_checksum_sees_every_bit_the_name_and_the_shape(dtype):
     tensor = torch.linspace(-1, 1, 12).to(dtype)
-    same = ranks.checksum([("w", tensor)])
-    assert same == ranks.checksum([("w", tensor.clone().requires_grad_())])
+    same = world.checksum([("w", tensor)])
+    assert same == world.checksum([("w", tensor.clone().requires_grad_())])
     assert -(2**63) <= same < 2**63
     zero, negative_zero = torch.zeros(1, dtype=dtype), -torch.zeros(1, dtype=dtype)
-    assert ranks.checksum([("w", zero)]) != ranks.checksum([("w", negative_zero)])
-    assert same != ranks.checksum([("v", tensor)])
-    assert same != ranks.checksum([("w", tensor.view(3, 4))])
-    assert ranks.checksum([("w", torch.tensor(3.0))]) != ranks.checksum([("w", torch.tensor(4.0))])
+    assert world.checksum([("w", zero)]) != world.checksum([("w", negative_zero)])
+    assert same != world.checksum([("v", tensor)])
+    assert same != world.checksum([("w", tensor.view(3, 4))])
+    assert world.checksum([("w", torch.tensor(3.0))]) != world.checksum([("w", torch.tensor(4.0))])
 
 
 def result(checksums, stats=None, sent=(-1, -1), share=None) -> report.Result:
