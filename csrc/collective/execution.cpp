@@ -140,6 +140,14 @@ void Execution::start() {
   run_ready();
 }
 
+void Execution::abandon() {
+  abandoned_ = true;
+  ready_.clear();
+  for (StepState& state : states_) {
+    for (Chunk& chunk : state.chunks) chunk.payload = {};
+  }
+}
+
 void Execution::on_data(int from, const transport::Tag& tag, Payload payload) {
   const auto& messages = receives_[static_cast<std::size_t>(from)];
   if (tag.message >= messages.size()) throw Error(ErrorKind::mismatch, "it sent a message that nobody waits for");

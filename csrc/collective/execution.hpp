@@ -40,8 +40,8 @@ class Execution : public std::enable_shared_from_this<Execution> {
   // Throws Error(mismatch) when the chunk is not one that this schedule receives, or has another length.
   void on_data(int from, const transport::Tag& tag, Payload payload);
 
-  // Nothing is read or written any more, whatever still arrives.
-  void abandon() { abandoned_ = true; }
+  // Nothing is read or written any more, whatever still arrives; chunks that wait give their senders' memory back.
+  void abandon();
   bool finished() const { return steps_left_ == 0; }
   bool waits_for(int rank) const;
   bool sends_to(int rank) const;

@@ -103,8 +103,8 @@ std::uint64_t Group::submit(CollectiveCall call) {
 PointToPointCall Group::counted(PointToPointCall call) {
   count_in_flight(1);
   call.done = [this, done = std::move(call.done)](const Error* error, int source) {
-    count_in_flight(-1);
     done(error, source);
+    count_in_flight(-1);
   };
   return call;
 }
@@ -175,8 +175,8 @@ void Group::begin(Queued queued) {
   const Request& request = call.request;
   if (const auto failed = failure()) {
     const Error error = explain(*failed, title_of(queued.sequence, describe(call)));
-    count_in_flight(-1);
-    return call.done(&error);
+    call.done(&error);
+    return count_in_flight(-1);
   }
   const std::string description = describe(call);
   const std::uint32_t signature = signature_of(description);
@@ -407,8 +407,8 @@ void Group::end_current() {
     const std::lock_guard lock(shared_mutex_);
     ++finished_;
   }
-  count_in_flight(-1);
   done(nullptr);
+  count_in_flight(-1);
 }
 
 void Group::on_lost(int rank, bool left, const Error& cause) {
@@ -458,8 +458,8 @@ void Group::fail(const Error& given, bool tell_others) {
   early_.clear();
   for (Peer& peer : peers_) peer.held.clear();
   for (const auto& [done, error] : ended) {
-    count_in_flight(-1);
     done(&error);
+    count_in_flight(-1);
   }
   point_to_point_->fail(explain(cause, "point-to-point"));
   idle_.notify_all();

@@ -35,31 +35,13 @@ void SendLane::send(OutFrame frame) {
 
 void SendLane::fail(const Error& error) {
   std::deque<OutFrame> dropped;
-  std::function<void()> flushed;
   {
     const std::lock_guard lock(mutex_);
     if (!failed_) failed_ = error;
     dropped.swap(queue_);
-    flushed.swap(flushed_);
   }
   for (OutFrame& frame : dropped) {
     if (frame.done) frame.done(error);
-  }
-  if (flushed) flushed();
-}
-
-void SendLane::finish(std::function<void()> flushed) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (!failed_) {
-      flushed_ = std::move(flushed);
-      if (std::exchange(writing_, true)) return;
-    }
-  }
-  if (flushed) {
-    flushed();
-  } else {
-    pump();
   }
 }
 
@@ -69,30 +51,25 @@ bool SendLane::idle() {
 }
 
 bool SendLane::next_batch(Batch& batch) {
-  std::function<void()> flushed;
-  {
-    const std::lock_guard lock(mutex_);
-    while (!queue_.empty()) {
-      OutFrame& frame = queue_.front();
-      const bool small = frame.bytes.size() <= kSmallFrame;
-      if (!batch.frames.empty() && (!small || batch.bytes + frame.bytes.size() > kSmallFrame)) break;
-      const auto header = encode(frame.header);
-      batch.head.insert(batch.head.end(), header.begin(), header.end());
-      if (small) {
-        batch.head.insert(batch.head.end(), frame.bytes.begin(), frame.bytes.end());
-      } else {
-        batch.tail = frame.bytes;
-      }
-      batch.bytes += frame.bytes.size();
-      batch.frames.push_back(std::move(frame));
-      queue_.pop_front();
-      if (!small) break;
+  const std::lock_guard lock(mutex_);
+  while (!queue_.empty()) {
+    OutFrame& frame = queue_.front();
+    const bool small = frame.bytes.size() <= kSmallFrame;
+    if (!batch.frames.empty() && (!small || batch.bytes + frame.bytes.size() > kSmallFrame)) break;
+    const auto header = encode(frame.header);
+    batch.head.insert(batch.head.end(), header.begin(), header.end());
+    if (small) {
+      batch.head.insert(batch.head.end(), frame.bytes.begin(), frame.bytes.end());
+    } else {
+      batch.tail = frame.bytes;
     }
-    if (!batch.frames.empty()) return true;
-    flushed.swap(flushed_);
-    writing_ = false;
+    batch.bytes += frame.bytes.size();
+    batch.frames.push_back(std::move(frame));
+    queue_.pop_front();
+    if (!small) break;
   }
-  if (flushed) end_stream(std::move(flushed));
+  if (!batch.frames.empty()) return true;
+  writing_ = false;
   return false;
 }
 
@@ -128,14 +105,6 @@ bool SendLane::write_here(Batch batch) {
     done(error);
   }
   return !first->exchange(false);
-}
-
-void SendLane::end_stream(std::function<void()> flushed) {
-  auto after_finish = [self = shared_from_this(), flushed](Result<Nothing>) {
-    // Ready once the peer's machine has acknowledged everything; on a broken stream at once.
-    self->stream_.stopped().then([flushed](Result<Nothing>) { flushed(); });
-  };
-  stream_.finish().then(std::move(after_finish));
 }
 
 void RecvLane::read_header() {

@@ -34,8 +34,6 @@ class SendLane : public std::enable_shared_from_this<SendLane> {
   void send(OutFrame frame);
   // Fails what is queued and whatever comes later.
   void fail(const Error& error);
-  // Calls `flushed` once everything queued so far, and the stream's end, has reached the peer's machine.
-  void finish(std::function<void()> flushed);
   std::uint64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
   bool idle();  // nothing queued, nothing being written
 
@@ -49,14 +47,12 @@ class SendLane : public std::enable_shared_from_this<SendLane> {
   void pump();  // called by the one who set `writing_`
   bool next_batch(Batch& batch);
   bool write_here(Batch batch);  // false when the write goes on elsewhere
-  void end_stream(std::function<void()> flushed);
 
   iroh::SendStream stream_;
   std::mutex mutex_;
   std::deque<OutFrame> queue_;
   bool writing_ = false;
   std::optional<Error> failed_;
-  std::function<void()> flushed_;
   std::atomic<std::uint64_t> queued_bytes_{0};
 };
 

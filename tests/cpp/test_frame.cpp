@@ -174,6 +174,8 @@ TEST_CASE("frame: the header's bytes are pinned") {
   CHECK(static_cast<int>(FrameType::hello) == 1);
   CHECK(static_cast<int>(FrameType::control) == 3);
   CHECK(static_cast<int>(FrameType::goodbye) == 5);
+  CHECK(static_cast<int>(FrameType::closing) == 6);
+  CHECK(static_cast<int>(FrameType::farewell) == 7);
 }
 
 TEST_CASE("frame: every header comes back as it went") {
@@ -202,7 +204,7 @@ TEST_CASE("frame: each wrong field is refused by name") {
   CHECK(decode_header(good) == sample_header());
   refused(0, 'I', "magic");
   refused(1, 'T', "magic");
-  for (const int type : {0, 6, 255}) refused(2, type, "unknown type " + std::to_string(type));
+  for (const int type : {0, 8, 255}) refused(2, type, "unknown type " + std::to_string(type));
   for (const int version : {0, 2, 255}) refused(3, version, "wire version " + std::to_string(version));
   for (std::size_t at = 36; at < 40; ++at) refused(at, 1, "reserved");
 

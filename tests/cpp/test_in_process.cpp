@@ -940,8 +940,7 @@ TEST_CASE("group: leaving with operations in flight ends them here and there") {
   CHECK_MESSAGE(says(later->outcome->error(), "the group was destroyed"), text_of(later->outcome->error()));
 }
 
-// Not passing yet: Group counts an operation out before it calls its `done`, so shutdown() may return in between.
-TEST_CASE("group: when shutdown returns, everything in flight has ended" * doctest::skip()) {
+TEST_CASE("group: when shutdown returns, everything in flight has ended") {
   for (int round = 0; round < (kSanitized ? 200 : 2000); ++round) {
     World ranks(2);
     const auto part = std::make_shared<Part>(Spec{.count = 100}, 0, 2);
@@ -954,8 +953,8 @@ TEST_CASE("group: when shutdown returns, everything in flight has ended" * docte
   }
 }
 
-// Not passing yet: two abandoned executions may hold chunks of each other, whose owners hold the executions.
-TEST_CASE("group: the callers' memory is given back by operations that failed half way" * doctest::skip()) {
+// Two executions that failed may hold chunks of each other, whose owners hold the executions.
+TEST_CASE("group: the callers' memory is given back by operations that failed half way") {
   std::vector<std::weak_ptr<Part>> parts;
   for (int round = 0; round < (kSanitized ? 50 : 300); ++round) {
     World ranks(5, {.algorithm = Algorithm::direct});

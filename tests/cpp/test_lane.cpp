@@ -187,33 +187,6 @@ TEST_CASE("lane: frames of all sizes in mixed order arrive whole and in order, o
     CHECK(lanes[i].send->queued_bytes() == 0);
     CHECK(eventually([&] { return lanes[i].send->idle(); }));
     CHECK(lanes[i].inbox->end.calls() == 0);
-    Outcome flushed;
-    lanes[i].send->finish([&] { flushed.set(nullptr); });
-    CHECK(flushed.wait());
-    CHECK(lanes[i].inbox->end.wait());
-  }
-}
-
-TEST_CASE("lane: finish comes after everything queued, and ends the other side without an error") {
-  if (!have_library()) return;
-  ConnectedPair pair;
-  for (const std::size_t last : {std::size_t{100}, std::size_t{20'000}}) {
-    Lane lane = make_lane(pair);
-    std::vector<std::size_t> sizes = {0};
-    std::vector<Bytes> payloads;
-    for (std::uint32_t i = 1; i <= 50; ++i) payloads.push_back(pattern(i % 7 == 0 ? 100'000 : last, i));
-    for (std::uint32_t i = 1; i <= 50; ++i) {
-      const Bytes& payload = payloads[i - 1];
-      sizes.push_back(payload.size());
-      lane.send->send({header_of(i, payload.size()), payload, nullptr});
-    }
-    Outcome flushed;
-    lane.send->finish([&] { flushed.set(nullptr); });
-    CHECK(flushed.wait());
-    CHECK(lane.inbox->end.wait());
-    CHECK_FALSE(lane.inbox->end.error());
-    expect_frames(*lane.inbox, sizes, 0);
-    CHECK(lane.inbox->end.calls() == 1);
   }
 }
 
@@ -378,16 +351,12 @@ TEST_CASE("lane: a failed lane tells every frame, those queued and those that co
     for (int i = 0; i < 10; ++i) send_one();
     CHECK(lane->queued_bytes() > 0);
     CHECK_FALSE(lane->idle());
-    Outcome flushed;
-    lane->finish([&] { flushed.set(nullptr); });
     if (by_hand) lane->fail(Error(ErrorKind::aborted, "enough"));
     pair.dialed.close(1, "cut");  // ends the write that iroh has
     send_one();
     for (const auto& outcome : outcomes) CHECK(outcome->wait());
-    CHECK(flushed.wait());
     CHECK(outcomes.back()->error().has_value());
     if (by_hand) CHECK(contains(outcomes.back()->error()->what(), "enough"));
-    CHECK(flushed.calls() == 1);
     for (const auto& outcome : outcomes) CHECK(outcome->calls() == 1);
     CHECK(eventually([&] { return lane->idle(); }));
   }
