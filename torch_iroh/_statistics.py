@@ -17,7 +17,7 @@ class PeerStats:
         rank: its rank in the group.
         endpoint_id: the first ten hex digits of its public key.
         path: "direct ADDRESS", "relay URL" or "not connected".
-        rtt_ms: round-trip time in milliseconds, the least of the last eight heartbeats; None when not connected.
+        rtt_ms: round-trip time in milliseconds, the least of the last eight measurements; None when not connected.
         bytes_sent: payload bytes sent to it.
         bytes_received: payload bytes received from it.
     """

@@ -42,7 +42,7 @@ Execution::Execution(const Request& request, const Work& work, std::size_t chunk
                                          : std::make_unique_for_overwrite<std::byte[]>(bytes);
   }
   // premul_sum scales what this rank contributes; where the schedule reads the caller's input, a scaled copy is read.
-  if (work_.reduce == ReduceOp::premul_sum) {
+  if (work_.reduce == ReduceOp::premul_sum && reduces(request.op)) {
     if (request.op == Op::all_reduce) {
       scale(work_.dtype, work_.output, request.count, work_.premul);
     } else {

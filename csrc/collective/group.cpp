@@ -80,8 +80,11 @@ Group::~Group() {
 }
 
 void Group::post(Task task) {
-  // A group that is being destroyed has nobody left to tell.
-  if (auto self = weak_from_this().lock()) strand_->post([self, task = std::move(task)] { task(); });
+  auto self = weak_from_this().lock();
+  if (!self) return;  // a group that is being destroyed has nobody left to tell
+  const auto strand = strand_;
+  // The reference goes along: dropped here it could be the last, and the destructor would wait for this very call.
+  strand->post([self = std::move(self), task = std::move(task)] { task(); });
 }
 
 std::uint64_t Group::submit(CollectiveCall call) {

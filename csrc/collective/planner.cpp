@@ -9,9 +9,6 @@ namespace {
 // Up to this many bytes per rank pair one step of small messages beats a ring of them.
 constexpr std::size_t kDirectBytes = 64 << 10;
 
-bool reduces(Op op) {
-  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
-}
 bool only_direct(Op op) {
   return op == Op::gather || op == Op::scatter || op == Op::all_to_all || op == Op::barrier;
 }

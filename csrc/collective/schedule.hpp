@@ -29,6 +29,10 @@ enum class Op : std::uint8_t {
 
 enum class Algorithm : std::uint8_t { ring, direct };
 
+constexpr bool reduces(Op op) {
+  return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
+}
+
 std::string_view name_of(Op op);
 std::string_view name_of(Algorithm algorithm);
 

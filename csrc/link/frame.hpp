@@ -24,7 +24,7 @@ enum class FrameType : std::uint8_t {
   hello = 1,      // first on every stream; payload: HelloBody
   data = 2,       // a chunk of a message of a group
   control = 3,    // a small message of a group, in order (all on lane 0)
-  heartbeat = 4,  // a sign of life, empty; sequence: the sender's clock, chunk: 0, or 1 when it is sent back
+  heartbeat = 4,  // a sign of life, empty; sequence: 0, or the sender's clock to be sent back with chunk 1
   goodbye = 5,    // the sender leaves `group`; the group's last on every lane, message: how many lanes
   closing = 6,    // the sender wants to end the link; the last on every lane, message: how many lanes
   farewell = 7,   // the sender has read `closing` on every lane, and so all that came before

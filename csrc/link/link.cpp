@@ -10,6 +10,9 @@ namespace {
 
 constexpr Duration kRedialPause = milliseconds(200);
 constexpr std::size_t kRttSamples = 8;
+// Most heartbeats ask for no answer: an idle group should cost next to nothing.
+constexpr std::uint64_t kFirstEchoes = 4;
+constexpr std::uint64_t kEchoEvery = 8;
 constexpr Duration kFarewell = milliseconds(1000);
 // Heartbeats must not wait behind bulk data inside QUIC.
 constexpr std::int32_t kControlPriority = 10;
@@ -29,9 +32,9 @@ std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
 }
 
-FrameHeader heartbeat_at(TimePoint now) {
+FrameHeader heartbeat(TimePoint now, bool echo) {
   FrameHeader header{.type = FrameType::heartbeat};
-  header.sequence = clock_ticks(now);
+  header.sequence = echo ? clock_ticks(now) : 0;
   return header;
 }
 
@@ -331,6 +334,7 @@ void Link::on_tick(TimePoint now, Duration paused) {
   std::shared_ptr<SendLane> control;
   bool redial = false;
   bool choose = false;
+  bool echo = false;
   {
     const std::lock_guard lock(mutex_);
     liveness_.forgive(paused);
@@ -341,6 +345,7 @@ void Link::on_tick(TimePoint now, Duration paused) {
     }
     if (!verdict && state_ == State::up && now >= heartbeat_at_) {
       heartbeat_at_ = now + options_.heartbeat;
+      echo = heartbeats_++ % kEchoEvery == 0 || heartbeats_ < kFirstEchoes;
       control = lanes_[0];
     }
     if (sent_data_ && now >= choose_lanes_at_) {
@@ -353,7 +358,7 @@ void Link::on_tick(TimePoint now, Duration paused) {
   if (redial) dial();
   if (choose) choose_lanes();
   // Whatever is still queued is a sign of life as good as a heartbeat.
-  if (control && control->idle()) control->send({heartbeat_at(now), {}, nullptr});
+  if (control && control->idle()) control->send({heartbeat(now, echo), {}, nullptr});
 }
 
 // QUIC's own acknowledgement is not enough to hang up on: a stream that this side has not accepted yet would be lost.
@@ -375,6 +380,7 @@ void Link::on_farewell() {
 }
 
 void Link::on_heartbeat(const FrameHeader& header) {
+  if (header.sequence == 0) return;
   if (header.chunk == 0) {
     FrameHeader echo = header;
     echo.chunk = 1;

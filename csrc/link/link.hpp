@@ -66,7 +66,7 @@ class Link : public std::enable_shared_from_this<Link> {
   bool is_up() const;  // something can be sent right now
   bool is_dead() const;
   std::string path_text() const;         // "direct 10.0.0.2:4242", "relay https://...", "not connected"
-  std::optional<double> rtt_ms() const;  // the least of the last heartbeats: the rest is waiting, not distance
+  std::optional<double> rtt_ms() const;  // the least of the last echoes: the rest is waiting, not distance
 
  private:
   enum class State : std::uint8_t { idle, dialing, up, dead };
@@ -116,7 +116,8 @@ class Link : public std::enable_shared_from_this<Link> {
   bool sent_data_ = false;         // since lanes were last chosen
   TimePoint choose_lanes_at_{};
   TimePoint heartbeat_at_{};
-  std::deque<double> rtts_ms_;  // of the last heartbeats
+  std::uint64_t heartbeats_ = 0;
+  std::deque<double> rtts_ms_;  // of the last echoes
 
   iroh::Connection incoming_;
   std::uint64_t lanes_seen_ = 0;  // bit set of the peer's lanes

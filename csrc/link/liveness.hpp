@@ -4,6 +4,7 @@
 //   suspect --quiet for the timeout--> dead (final)
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "base/time.hpp"
@@ -27,6 +28,7 @@ class Liveness {
 
   Verdict on_timer(TimePoint now) {
     if (verdict_ == Verdict::dead) return verdict_;
+    heard_ = std::min(heard_, now);  // a frame that came right after a pause was forgiven it too
     if (now - heard_ >= timeout_) {
       verdict_ = Verdict::dead;
     } else if (now - heard_ >= timeout_ / 2) {

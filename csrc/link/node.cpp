@@ -57,10 +57,17 @@ std::shared_ptr<Node> Node::shared(const NodeOptions& options) {
   }
   auto mine = std::make_shared<Node>(options);
   mine->start();  // without the lock: it waits for iroh
-  const std::lock_guard lock(shared_mutex());
-  if (auto node = running(options)) return node;  // another thread was faster; ours has met nobody
-  shared_node() = mine;
-  return mine;
+  std::shared_ptr<Node> chosen;
+  {
+    const std::lock_guard lock(shared_mutex());
+    chosen = running(options);
+    if (!chosen) {
+      shared_node() = mine;
+      chosen = mine;
+    }
+  }
+  if (chosen != mine) mine->close({});  // another thread was faster; ours has met nobody
+  return chosen;
 }
 
 std::optional<NodeOptions> Node::running_options() {
@@ -266,8 +273,13 @@ void Node::on_dead(const iroh::EndpointId& peer, const Error& cause) {
   for (const auto& sink : sinks) sink->on_peer_dead(peer, cause);
 }
 
+// Often enough that a verdict comes at most a sixth of its time-out late.
+Duration Node::tick_interval() const {
+  return std::min<Duration>(options_.link.heartbeat, options_.link.peer_timeout / 6);
+}
+
 void Node::arm_tick() {
-  const Duration interval = std::min<Duration>(options_.link.heartbeat, options_.link.peer_timeout / 8);
+  const Duration interval = tick_interval();
   workers().at(after(Clock::now(), interval), [weak = weak_from_this()] {
     if (const auto self = weak.lock()) self->tick();
   });
@@ -275,7 +287,7 @@ void Node::arm_tick() {
 
 void Node::tick() {
   const TimePoint now = Clock::now();
-  const Duration interval = std::min<Duration>(options_.link.heartbeat, options_.link.peer_timeout / 8);
+  const Duration interval = tick_interval();
   std::vector<std::shared_ptr<Link>> links;
   std::vector<Stranger> expired;
   Duration paused{};

@@ -78,6 +78,7 @@ class Node : public std::enable_shared_from_this<Node> {
   std::shared_ptr<Link> link_locked(const iroh::EndpointId& peer);
   void on_frame(const iroh::EndpointId& from, const FrameHeader& header, Payload payload);
   void on_dead(const iroh::EndpointId& peer, const Error& cause);
+  Duration tick_interval() const;
   void tick();
   void arm_tick();
   void close(Duration linger);

@@ -75,9 +75,7 @@ class Rank {
     call.request.root = root;
     call.work.dtype = by_name<DType>(dtype, "dtype", 16);
     call.work.reduce = by_name<ReduceOp>(reduce, "reduce op", 9);
-    const bool reduces =
-        call.request.op == Op::all_reduce || call.request.op == Op::reduce || call.request.op == Op::reduce_scatter;
-    if (reduces && !collective::supports(call.work.reduce, call.work.dtype)) {
+    if (collective::reduces(call.request.op) && !collective::supports(call.work.reduce, call.work.dtype)) {
       throw Error(ErrorKind::invalid, "reduce op " + reduce + " has no meaning for dtype " + dtype);
     }
     call.work.premul = factor;
