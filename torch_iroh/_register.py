@@ -6,6 +6,8 @@ import warnings
 from typing import Any
 
 _NAME = "iroh"
+# Device tensors go through pinned host memory with torch's generic device classes, so any of these will do.
+DEVICES = ["cpu", "cuda", "xpu", "mps"]
 
 
 def _create(options: Any, pg_options: Any = None) -> Any:
@@ -22,9 +24,6 @@ def _create(options: Any, pg_options: Any = None) -> Any:
     chosen._timeout = options.timeout
     chosen.group_name = options.group_id
     chosen.global_ranks_in_group = options.global_ranks_in_group
-    if options.group_size > 1:  # alone, a rank needs no network and no iroh
-        _native.open_library()
-        _native.leave_politely_at_exit()
     return module.ProcessGroupIroh(options.store, options.group_rank, options.group_size, chosen)
 
 
@@ -33,7 +32,7 @@ def register() -> None:
     import torch.distributed as dist
 
     if dist.is_available() and _NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=DEVICES)
 
 
 def register_quietly() -> None:
