@@ -135,6 +135,7 @@ class DeviceMemory final : public c10::DeviceAllocator {
   }
 
   void give_back(void* data) {
+    if (is_forked()) return;
     std::unique_lock lock(mutex_);
     auto& block = block_at(data);
     block.live = false;

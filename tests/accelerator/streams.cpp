@@ -1,5 +1,7 @@
 #include "streams.hpp"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <deque>
 #include <map>
@@ -77,6 +79,7 @@ class Queue {
 };
 
 struct Runtime {
+  const pid_t process = getpid();
   std::mutex mutex;
   std::map<StreamKey, std::unique_ptr<Queue>> queues;  // made by their first use
   std::array<std::int64_t, device_count> next_pool{};
@@ -96,6 +99,7 @@ Runtime& runtime() {
 }
 
 Queue& queue_of(StreamKey stream) {
+  if (is_forked()) throw std::runtime_error("sim: the streams of a forked process have no threads");
   std::lock_guard lock(runtime().mutex);
   auto& queue = runtime().queues[stream];
   if (!queue) queue = std::make_unique<Queue>();
@@ -168,6 +172,10 @@ CompletionRef mark(StreamKey stream) {
 
 void wait_on_stream(StreamKey stream, CompletionRef before) {
   enqueue(stream, Pace::instant, [before = std::move(before)] { before->wait(); });
+}
+
+bool is_forked() {
+  return getpid() != runtime().process;
 }
 
 bool is_idle(StreamKey stream) {
@@ -250,9 +258,10 @@ void wait_on_host(int device) {
       if (stream.device == device) streams.push_back(stream);
     }
   }
-  std::erase_if(streams, is_idle);
   std::vector<CompletionRef> marks;
-  for (const auto stream : streams) marks.push_back(mark(stream));
+  for (const auto stream : streams) {
+    if (!is_idle(stream)) marks.push_back(mark(stream));  // and start no threads for streams that nobody used
+  }
   for (const auto& mark : marks) wait_patiently(*mark);
   for (const auto stream : streams) queue_of(stream).throw_error();
 }

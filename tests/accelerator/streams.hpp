@@ -2,7 +2,7 @@
 //
 // A stream is a first-in-first-out queue with one thread, started by its first piece of work. `Pace::slow` work starts
 // after a random delay, as if the device were busy; marks, waits and poison take `Pace::instant`, so that a forgotten
-// wait or record_stream loses the race. Nothing here survives a fork.
+// wait or record_stream loses the race. A process forked from one that used a stream cannot use any.
 #pragma once
 
 #include <array>
@@ -51,6 +51,7 @@ void enqueue(StreamKey stream, Pace pace, std::function<void()> work);
 CompletionRef mark(StreamKey stream);
 void wait_on_stream(StreamKey stream, CompletionRef before);
 bool is_idle(StreamKey stream);
+bool is_forked();  // then every use of a stream throws
 
 // The bounds and the seed of the delays of all work enqueued from now on.
 void set_delay(double low_ms, double high_ms, std::int64_t seed);

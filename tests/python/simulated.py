@@ -13,13 +13,15 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import fcntl
 import hashlib
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 
@@ -44,7 +46,15 @@ def load() -> ModuleType:
         torch.ops.load_library(build())
         rename_privateuse1_backend("sim")
         torch._register_device_module("sim", module)
+        atexit.register(_finish)
     return module
+
+
+def _finish() -> None:
+    # A kernel that still runs must not meet the destructors of torch's statics.
+    for index in range(device_count()):
+        with contextlib.suppress(RuntimeError):
+            synchronize(index)
 
 
 def build() -> Path:
@@ -80,7 +90,7 @@ def set_delay(low_ms: float, high_ms: float, seed: int = 0) -> None:
     torch.ops.sim.set_delay(low_ms, high_ms, seed)
 
 
-@contextmanager
+@contextlib.contextmanager
 def held(*streams: torch.Stream) -> Iterator[None]:
     """Let nothing run that is enqueued on these streams inside the block; the host's waits for it end after 60 s."""
     holds = [torch.ops.sim.hold(stream.device_index, stream.stream_id) for stream in streams]
