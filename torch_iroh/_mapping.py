@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
+from torch_iroh import _frameworks
+
 VARIABLE = "TORCH_IROH_RUN"
 #: What can be mapped: two names, and a group for which the program names no backend.
 SOURCES = ("gloo", "nccl", "unnamed")
@@ -154,6 +156,7 @@ def _map_argument(function: Any) -> Any:
 
     @functools.wraps(function)
     def wrapper(*arguments: Any, **named: Any) -> Any:
+        _frameworks.adapt_loaded()
         try:
             bound = signature.bind(*arguments, **named)
         except TypeError:

@@ -194,7 +194,8 @@ NAMES = """
     answer(names=names, default=dist.get_default_backend_for_device("cpu"))
     dist.destroy_process_group()
 """
-IROH, GLOO = "cpu:iroh,cuda:iroh", "cpu:gloo,cuda:gloo"
+IROH = ",".join(f"{device}:iroh" for device in dist.Backend.backend_capability["iroh"])
+GLOO = "cpu:gloo,cuda:gloo"
 
 
 @pytest.mark.parametrize(
@@ -270,6 +271,24 @@ def test_monitored_barrier_is_open_to_iroh_and_still_closed_to_others(tmp_path):
         "1800.0 True",
         "monitored_barrier is only implemented for GLOO backend.",
     ]
+
+
+def test_calls_that_detail_debugging_compares_are_compared_over_iroh(tmp_path):
+    program = """
+        dist.init_process_group("gloo")
+        dist.all_reduce(torch.ones(3))
+        wrapped = type(dist.group.WORLD._get_backend(torch.device("cpu"))).__name__
+        try:
+            dist.all_reduce(torch.ones(3 + dist.get_rank()))
+        except RuntimeError as error:
+            answer(wrapped=wrapped, error=str(error))
+    """
+    both, log = answers(tmp_path, program, ranks=2, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    assert any("helper groups" in line for line in said(log))
+    for one in both:
+        assert one["wrapped"] == "_ProcessGroupWrapper"
+        assert "Detected mismatch between collectives on ranks" in one["error"]
+        assert one["gloo_groups"] == 0
 
 
 def test_failing_program_fails_the_launcher_and_its_traceback_is_seen(tmp_path):
