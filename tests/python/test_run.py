@@ -13,13 +13,14 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed import run as torchrun
 
-from torch_iroh import _cli, _mapping, _register, run
+from torch_iroh import _cli, _frameworks, _mapping, _register, run
 
 ALL = frozenset(_mapping.SOURCES)
 TORCHRUN = "torch.distributed.run"
@@ -127,6 +128,22 @@ def test_torch_that_cannot_be_mapped_is_left_alone_and_named(monkeypatch):
 def test_options_of_another_backend_are_an_error_where_nothing_is_mapped():
     with pytest.raises(TypeError, match=r"pg_options=torch_iroh.Options\(...\), not _Options"):
         _register._create(None, dist.ProcessGroupGloo._Options())
+
+
+def test_ignite_is_told_a_name_that_it_wraps_models_for(monkeypatch):
+    class Model:
+        actual = "iroh"
+
+        def backend(self):
+            return self.actual
+
+    loaded = SimpleNamespace(_NativeDistModel=Model)
+    monkeypatch.setitem(sys.modules, "ignite.distributed.comp_models.native", loaded)
+    for _ in range(2):  # before every group
+        _frameworks.adapt_loaded()
+    assert Model().backend() in ("gloo", "nccl")
+    Model.actual = "mpi"
+    assert Model().backend() == "mpi"
 
 
 # ---- workers ----

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 import watched
 
-deepspeed.ops.__compatible_ops__["shm_comm"] = False  # its own all_reduce for inference; compiling it takes a minute
+# Its own all_reduce for inference, which it would compile now.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed(dist_backend=watched.NAMED or None)
 inputs, targets = watched.data()
