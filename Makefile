@@ -39,7 +39,7 @@ demo: $(VENV)/installed-demo native
 test: $(VENV)/installed-demo $(VENV)/installed-test native unit unit-sanitized
 	$(bin)/python -m pytest --ignore=tests/frameworks $(PYTEST)
 
-# Apart, because it installs a gigabyte and takes 5 to 9 minutes on two cores, most of them imports.
+# Apart, because it installs 340 MB and takes 5 to 9 minutes on two cores, most of them imports.
 test-frameworks: $(VENV)/installed-demo $(VENV)/installed-test native
 	$(bin)/python -m pytest tests/frameworks $(PYTEST)
 
