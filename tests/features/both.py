@@ -4,7 +4,7 @@ A scenario is a function at module level, ``scenario(rank, world, *arguments)``,
 made and returns tensors in dicts and lists. A test calls it through the fixture `both` (see conftest.py):
 
 >>> both(3, scenario)                # doctest: +SKIP  equal to gloo to 1e-6
->>> both(2, scenario, exact=True)    # doctest: +SKIP  equal to gloo in every bit
+>>> both(2, scenario, tolerance=0)   # doctest: +SKIP  equal to gloo in every bit
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def play(rank: int, world: int, store: str, backend: str, scenario: Callable[...
 
 
 def play_both(
-    rank: int, world: int, store: str, scenario: Callable[..., Any], arguments: tuple[Any, ...], exact: bool
+    rank: int, world: int, store: str, scenario: Callable[..., Any], arguments: tuple[Any, ...], tolerance: float
 ) -> Any:
     """Gloo, then iroh; raises where they differ, returns what iroh gave."""
     theirs = play(rank, world, store, "gloo", scenario, arguments)
     ours = play(rank, world, store, "iroh", scenario, arguments)
-    compare(ours, theirs, exact=exact, what=f"rank {rank}: iroh and gloo")
+    compare(ours, theirs, tolerance=tolerance, what=f"rank {rank}: iroh and gloo")
     return ours
 
 
-def compare(ours: Any, theirs: Any, *, exact: bool = False, what: str = "") -> None:
-    """Raise AssertionError unless both trees have the same leaves: tensors equal (to 1e-6), others equal."""
+def compare(ours: Any, theirs: Any, *, tolerance: float = TOLERANCE, what: str = "") -> None:
+    """Raise AssertionError unless both trees have the same leaves: floating tensors equal to `tolerance`, others equal."""
     mine, other = dict(leaves(ours)), dict(leaves(theirs))
     assert mine.keys() == other.keys(), f"{what}: {mine.keys() ^ other.keys()}"
     assert mine, f"{what}: nothing to compare"
@@ -62,10 +62,11 @@ def compare(ours: Any, theirs: Any, *, exact: bool = False, what: str = "") -> N
         if not isinstance(value, torch.Tensor):
             assert value == expected, f"{what}, {place}: {value!r} != {expected!r}"
             continue
-        tolerance = 0.0 if exact or not value.is_floating_point() else TOLERANCE
-        torch.testing.assert_close(
-            value, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text: f"{what}, {place}: {text}"  # noqa: B023
-        )
+        allowed = tolerance if value.is_floating_point() else 0.0
+        try:
+            torch.testing.assert_close(value, expected, rtol=allowed, atol=allowed, equal_nan=True)
+        except AssertionError as error:
+            raise AssertionError(f"{what}, {place}: {error}") from None
 
 
 def leaves(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:

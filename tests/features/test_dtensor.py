@@ -98,7 +98,7 @@ def redistribute_all(rank: int, world: int, shape: tuple[int, ...]) -> list[torc
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_redistribute_from_every_placement_to_every_other(both, world, shape):
-    both(world, redistribute_all, shape, exact=False)
+    both(world, redistribute_all, shape)
 
 
 def redistribute_2d(rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -117,7 +117,7 @@ def redistribute_2d(rank: int, world: int) -> dict[str, torch.Tensor]:
 
 
 def test_redistribute_on_a_mesh_of_two_by_two(both):
-    both(4, redistribute_2d, exact=True)
+    both(4, redistribute_2d, tolerance=0)
 
 
 def operations(rank: int, world: int) -> dict[str, torch.Tensor]:
@@ -157,7 +157,7 @@ def backward(rank: int, world: int) -> dict[str, torch.Tensor]:
 
 
 def test_gradients_go_back_through_redistribute(both):
-    both(3, backward, exact=True)
+    both(3, backward, tolerance=0)
 
 
 def module_of_dtensors(rank: int, world: int) -> dict[str, Any]:
@@ -171,7 +171,7 @@ def module_of_dtensors(rank: int, world: int) -> dict[str, Any]:
 
 
 def test_distribute_module_takes_rank_0s_parameters(both):
-    both(3, module_of_dtensors, exact=True)
+    both(3, module_of_dtensors, tolerance=0)
 
 
 # ---- tensor parallel ----
