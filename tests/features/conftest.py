@@ -25,7 +25,7 @@ class Families:
         """A path that nobody has used."""
         return str(self._folder / f"store{next(_numbers)}")
 
-    def run(self, world: int, function: Callable[..., Any], *arguments: Any, deadline: float = 40) -> list[Any]:
+    def run(self, world: int, function: Callable[..., Any], *arguments: Any, deadline: float = 60) -> list[Any]:
         """Values by rank."""
         family = self._made.get(world)
         if family is None or not family.usable:
@@ -51,10 +51,11 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Families]:
 
 @pytest.fixture
 def both(families: Families) -> Callable[..., list[Any]]:
-    """``both(world, scenario, *arguments, tolerance=1e-6)``: on gloo and on iroh, compared; iroh's results by rank."""
+    """``both(world, scenario, *arguments, tolerance=1e-6)``: on gloo and on iroh, compared; iroh's results by
+    rank. ``deadline=60`` seconds for all."""
 
-    def call(world: int, scenario: Callable[..., Any], *arguments: Any, tolerance: float = TOLERANCE) -> list[Any]:
-        return families.run(world, play_both, world, families.store(), scenario, arguments, tolerance)
+    def call(world: int, scenario: Callable[..., Any], *arguments: Any, tolerance: float = TOLERANCE, **options: Any) -> list[Any]:
+        return families.run(world, play_both, world, families.store(), scenario, arguments, tolerance, **options)
 
     return call
 

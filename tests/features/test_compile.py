@@ -33,7 +33,7 @@ def functional(x: torch.Tensor) -> list[torch.Tensor]:
         *funcol.all_reduce_coalesced([x, x + 1], "sum", group),
         *funcol.all_gather_into_tensor_coalesced([x, x * 2], group),
         *funcol.reduce_scatter_tensor_coalesced([x, x * 2], "sum", [0, 0], group),
-        funcol.permute_tensor(x, [(rank + 1) % world for rank in range(world)], group),
+        funcol.permute_tensor(x.flatten(), [(rank + 1) % world for rank in range(world)], group),
     ]
 
 
@@ -71,14 +71,14 @@ def test_compiled_with_fullgraph_gives_what_eager_gives(both, world, program):
 @pytest.mark.timeout(240)
 def test_compiled_by_inductor(both):
     """Inductor compiles C++ for each kernel: one program, two ranks."""
-    both(2, run_compiled, "functional", "inductor")
+    both(2, run_compiled, "functional", "inductor", deadline=200)
 
 
 def train_compiled(rank: int, world: int, kind: str) -> dict[str, Any]:
     torch._dynamo.reset()
     model: Any = make_model()
     if kind == "ddp":
-        model = torch.compile(DistributedDataParallel(model, bucket_cap_mb=0.002), backend="aot_eager")
+        model = torch.compile(DistributedDataParallel(model), backend="aot_eager")
     else:
         mesh = init_device_mesh("cpu", (world,))
         for layer in (*model, model):
@@ -114,7 +114,8 @@ def gradients(rank: int, world: int) -> dict[str, torch.Tensor]:
     def record(name: str, x: torch.Tensor, result: Any) -> None:
         parts = result if isinstance(result, (list, tuple)) else [result]
         sum(((part * (index + 1 + rank)) ** 2).sum() for index, part in enumerate(parts)).backward()
-        found[f"{name} value"] = torch.cat([part.reshape(-1) for part in parts]).detach()
+        if name != "reduce" or rank == 1:  # elsewhere nothing is promised
+            found[f"{name} value"] = torch.cat([part.reshape(-1) for part in parts]).detach()
         found[f"{name} gradient"] = x.grad
 
     x = leaf()
