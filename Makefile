@@ -2,6 +2,7 @@
 #
 #   make demo  [ARGS="--steps 50"] [NPROC=2]   fine-tunes a small model on NPROC processes
 #   make test  [PYTEST="-k store"]             C++ unit tests (plain, ASan + UBSan, TSan), then pytest
+#   make test-frameworks                       only Lightning, Hugging Face, Ignite, DeepSpeed: pip installs them first
 #   make bench [ARGS=...]                      our figures beside those of gloo and of the raw link
 #   make native                                compiles what changed (`make unit`: and runs the C++ unit tests)
 #   make lint | format | clean | distclean
@@ -24,10 +25,10 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip
 # As csrc/Makefile sees it, one folder below.
 native_python := $(if $(filter /%,$(VENV)),,../)$(bin)/python
-cpp_files = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.hpp')
+cpp_files = $(shell find csrc tests/cpp tests/accelerator -name '*.cpp' -o -name '*.hpp')
 
 .NOTPARALLEL:  # pip compiles too; the makes below are the parallel ones
-.PHONY: demo test bench native unit unit-sanitized lint format clean distclean torch system-for-build system-for-test
+.PHONY: demo test test-frameworks bench native unit unit-sanitized lint format clean distclean torch system-for-build system-for-test
 .DEFAULT_GOAL := demo
 
 # ---- what people call ----
@@ -36,7 +37,11 @@ demo: $(VENV)/installed-demo native
 	$(bin)/torchrun --nproc-per-node=$(NPROC) examples/finetune.py $(ARGS)
 
 test: $(VENV)/installed-demo $(VENV)/installed-test native unit unit-sanitized
-	$(bin)/python -m pytest $(PYTEST)
+	$(bin)/python -m pytest --ignore=tests/frameworks $(PYTEST)
+
+# Apart, because it installs 340 MB and takes 5 to 9 minutes on two cores, most of them imports.
+test-frameworks: $(VENV)/installed-demo $(VENV)/installed-test native
+	$(bin)/python -m pytest tests/frameworks $(PYTEST)
 
 bench: $(VENV)/installed-test native
 	$(bin)/python benchmarks/stream.py $(ARGS)

@@ -14,11 +14,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch_iroh import hooks
     from torch_iroh._C import Options
+    from torch_iroh._monitored import monitored_barrier
     from torch_iroh._statistics import GroupStats, PeerStats, stats
     from torch_iroh.in_process import InProcessRank, InProcessWorld
 
-__all__ = ["GroupStats", "InProcessRank", "InProcessWorld", "Options", "PeerStats", "stats"]
+__all__ = [
+    "GroupStats",
+    "InProcessRank",
+    "InProcessWorld",
+    "Options",
+    "PeerStats",
+    "hooks",
+    "monitored_barrier",
+    "stats",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -26,6 +37,7 @@ _HOMES = {
     "InProcessRank": "torch_iroh.in_process",
     "InProcessWorld": "torch_iroh.in_process",
     "PeerStats": "torch_iroh._statistics",
+    "monitored_barrier": "torch_iroh._monitored",
     "stats": "torch_iroh._statistics",
 }
 
@@ -43,6 +55,8 @@ def __getattr__(name: str) -> Any:
         from torch_iroh._native import torch_module
 
         return torch_module().Options
+    if name == "hooks":
+        return importlib.import_module("torch_iroh.hooks")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'torch_iroh' has no attribute {name!r}")

@@ -88,6 +88,12 @@ def open_library() -> None:
     core_module().open_library(path, version)
 
 
+def prepare_network() -> None:
+    """Called by the native code before this process makes its first group of several ranks."""
+    open_library()
+    leave_politely_at_exit()
+
+
 @functools.cache
 def leave_politely_at_exit() -> None:
     """Say goodbye to the peers when the interpreter ends without ``destroy_process_group``. Once per process."""

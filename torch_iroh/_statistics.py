@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torch_iroh._groups import iroh_backend
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -61,25 +63,7 @@ def stats(group: ProcessGroup | None = None) -> GroupStats:
     Raises:
         ValueError: the group has another backend, or there is no default group.
     """
-    import torch
-    import torch.distributed as dist
-
-    from torch_iroh._native import torch_module
-
-    chosen: Any = dist.group.WORLD if group is None else group
-    if chosen is None:
-        raise ValueError("there is no default process group: call init_process_group first")
-    backend = None
-    for device in ("cpu", "cuda"):
-        try:
-            candidate = chosen._get_backend(torch.device(device))
-        except RuntimeError:
-            continue
-        if isinstance(candidate, torch_module().ProcessGroupIroh):
-            backend = candidate
-    if backend is None:
-        raise ValueError(f'the group\'s backend is {dist.get_backend(chosen)!r}, not "iroh"')
-    raw = backend.stats()
+    raw = iroh_backend(group).stats()
     return GroupStats(
         collectives=raw["collectives"],
         busy_seconds=raw["busy_seconds"],

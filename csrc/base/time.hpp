@@ -18,6 +18,10 @@ inline TimePoint after(TimePoint now, Duration wait) {
   return wait > kNever - now ? kNever : now + wait;
 }
 
+inline std::string whole_milliseconds(Duration duration) {
+  return std::to_string(std::chrono::duration_cast<milliseconds>(duration).count());
+}
+
 // "3.0 s" or "250 ms", for error texts.
 std::string to_text(Duration duration);
 

@@ -149,6 +149,20 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
       .def(py::init<const c10::intrusive_ptr<::c10d::Store>&, int, int, IrohOptionsPtr>(), py::arg("store"),
            py::arg("rank"), py::arg("size"), py::arg("options"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("options", [](ProcessGroupIroh& self) { return self.getBackendOptions(); })
+      .def(
+          "monitored_barrier",
+          [](ProcessGroupIroh& self, std::optional<std::chrono::milliseconds> timeout, bool wait_all_ranks) {
+            ::c10d::BarrierOptions options;
+            options.timeout = timeout.value_or(::c10d::kUnsetTimeout);
+            self.monitoredBarrier(options, wait_all_ranks);
+          },
+          py::arg("timeout") = std::nullopt, py::arg("wait_all_ranks") = false,
+          py::call_guard<py::gil_scoped_release>())
+      // new_group calls it on ranks that are not in the new group when init_process_group was given a device_id; here
+      // only members have to meet.
+      .def(
+          "perform_nocolor_split", [](const ProcessGroupIroh&, const py::object&) {}, py::arg("device"))
+      .def("get_error", &ProcessGroupIroh::getError, py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout", &ProcessGroupIroh::setTimeout, py::arg("timeout"))
       .def("stats", [](const ProcessGroupIroh& self) {
         const auto stats = [&] {
@@ -158,6 +172,10 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
         return to_dict(stats);
       });
 
+  set_network_opener([] {
+    const py::gil_scoped_acquire gil;
+    py::module_::import("torch_iroh._native").attr("prepare_network")();
+  });
   module.def("open_library", &iroh::Library::open, py::arg("path"), py::arg("installed_version"));
 }
 

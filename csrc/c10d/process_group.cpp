@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <future>
 #include <utility>
 
+#include "base/rank_text.hpp"
 #include "c10d/tensors.hpp"
 #include "transport/in_process.hpp"
 #include "transport/membership.hpp"
@@ -36,10 +38,9 @@ class StoreAdapter final : public transport::KeyValueStore {
   const c10::intrusive_ptr<::c10d::Store> store_;
 };
 
-std::string members_text(const std::vector<std::uint64_t>& ranks) {
-  std::string text;
-  for (const std::uint64_t rank : ranks) text += (text.empty() ? "" : ", ") + std::to_string(rank);
-  return text;
+std::function<void()>& network_opener() {
+  static std::function<void()> opener;
+  return opener;
 }
 
 std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
@@ -52,12 +53,13 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   const link::NodeOptions node_options = options.resolved_node_options();
   if (size == 1) return collective::Group::make(transport::make_in_process(1).front(), group_options);
 
+  network_opener()();
   StoreAdapter adapter(store);
   transport::JoinRequest request;
   request.rank = rank;
   request.world = size;
   request.chunk_bytes = options.resolved_chunk_bytes();
-  request.members = members_text(options.global_ranks_in_group);
+  request.members = numbers_text(options.global_ranks_in_group);
   request.timeout = options.timeout;
   auto joined = transport::join_group(adapter, link::Node::shared(node_options), request);
   group_options.chunk_bytes = joined.chunk_bytes;
@@ -66,7 +68,24 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   return group;
 }
 
+// The caller's object may serve several groups.
+c10::intrusive_ptr<IrohOptions> options_for(const char* op, const c10::intrusive_ptr<::c10d::Backend::Options>& given) {
+  const auto* options = dynamic_cast<const IrohOptions*>(given.get());
+  TORCH_CHECK(options != nullptr, "ProcessGroupIroh::", op, ": opts must be torch_iroh.Options");
+  return c10::make_intrusive<IrohOptions>(*options);
+}
+
+// Threads that wait for devices, one operation each: those that move bytes must never do that.
+Workers& device_waiters() {
+  static ProcessWorkers shared(4);
+  return shared.get();
+}
+
 }  // namespace
+
+void set_network_opener(std::function<void()> opener) {
+  network_opener() = std::move(opener);
+}
 
 ProcessGroupIroh::ProcessGroupIroh(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
                                    c10::intrusive_ptr<IrohOptions> options)
@@ -117,19 +136,52 @@ collective::GroupStats ProcessGroupIroh::stats() const {
   return group().stats();
 }
 
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupIroh::split(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                            const std::vector<int>& ranks,
+                                                            const c10::intrusive_ptr<::c10d::Backend::Options>& opts) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
+  if (mine == ranks.end()) return nullptr;
+  const auto options = options_for("split", opts);
+  // Ranks of the default group, where this group knows them.
+  const auto& parents = options_->global_ranks_in_group;
+  options->global_ranks_in_group.clear();
+  for (const int rank : ranks) {
+    const auto index = static_cast<std::size_t>(rank);
+    options->global_ranks_in_group.push_back(index < parents.size() ? parents[index] : index);
+  }
+  return c10::make_intrusive<ProcessGroupIroh>(store->clone(), static_cast<int>(mine - ranks.begin()),
+                                               static_cast<int>(ranks.size()), options);
+}
+
+c10::intrusive_ptr<::c10d::Backend> ProcessGroupIroh::merge(const c10::intrusive_ptr<::c10d::Store>& store,
+                                                            const c10::intrusive_ptr<::c10d::Backend::Options>& opts,
+                                                            const int& rank, const int& size) {
+  const auto options = options_for("merge", opts);
+  options->global_ranks_in_group.clear();
+  return c10::make_intrusive<ProcessGroupIroh>(store->clone(), rank, size, options);
+}
+
+void ProcessGroupIroh::eagerConnectSingleDevice(at::Device) {
+  group().connect_all();
+}
+
 std::chrono::milliseconds ProcessGroupIroh::timeout_or_default(std::chrono::milliseconds timeout) const {
   return timeout == ::c10d::kUnsetTimeout ? options_->timeout : timeout;
 }
 
-WorkPtr ProcessGroupIroh::submit(IrohWork::Description description, std::vector<Part> parts,
-                                 std::chrono::milliseconds timeout) {
-  collective::Group& target = group();
-  description.timeout = timeout_or_default(timeout);
-  description.give_up = [weak = std::weak_ptr(group_.shared())](const std::string& text) {
+std::function<void(const std::string&)> ProcessGroupIroh::breaks_group() const {
+  return [weak = std::weak_ptr(group_.shared())](const std::string& text) {
     if (const auto alive = weak.lock()) alive->abort(Error(ErrorKind::timeout, text));
   };
+}
+
+WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds timeout) {
+  collective::Group& target = group();
+  IrohWork::Description& description = operation.description;
+  description.timeout = timeout_or_default(timeout);
+  description.give_up = breaks_group();
   std::vector<std::function<void()>> afters;
-  for (Part& part : parts) {
+  for (Operation::Part& part : operation.parts) {
     if (part.after) afters.push_back(std::move(part.after));
   }
   if (!afters.empty()) {
@@ -138,8 +190,10 @@ WorkPtr ProcessGroupIroh::submit(IrohWork::Description description, std::vector<
     };
   }
   const Duration limit = description.timeout;
+  const auto staging = description.staging;
+  const bool held = staging && staging->end_of_loads();
   auto work = c10::make_intrusive<IrohWork>(rank_, std::move(description));
-  if (parts.empty()) {
+  if (operation.parts.empty()) {
     IrohWork::finish(work, nullptr);
     return work;
   }
@@ -150,9 +204,11 @@ WorkPtr ProcessGroupIroh::submit(IrohWork::Description description, std::vector<
     std::optional<Error> failed;
   };
   auto joint = std::make_shared<Joint>();
-  joint->left = parts.size();
-  for (Part& part : parts) {
+  joint->left = operation.parts.size();
+  std::vector<std::uint64_t> sequences;
+  for (Operation::Part& part : operation.parts) {
     part.call.timeout = limit;
+    part.call.held = held;
     part.call.work.keep = released_with_futures(std::move(part.call.work.keep));
     part.call.done = [work, joint](const Error* error) mutable {
       if (error != nullptr) {
@@ -162,30 +218,74 @@ WorkPtr ProcessGroupIroh::submit(IrohWork::Description description, std::vector<
       if (joint->left.fetch_sub(1) > 1) return;
       IrohWork::finish(std::move(work), joint->failed ? &*joint->failed : nullptr);
     };
-    work->set_sequence(target.submit(std::move(part.call)));
+    sequences.push_back(target.submit(std::move(part.call)));
   }
+  work->set_sequence(sequences.back());
+  if (held) release_when_loaded(staging, std::move(sequences));
   return work;
+}
+
+void ProcessGroupIroh::release_when_loaded(const std::shared_ptr<Staging>& staging,
+                                           std::vector<std::uint64_t> sequences) const {
+  device_waiters().post([staging, sequences = std::move(sequences), weak = std::weak_ptr(group_.shared())] {
+    std::optional<Error> failed;
+    try {
+      staging->wait_until_loaded();
+    } catch (const std::exception& error) {
+      failed.emplace(ErrorKind::aborted,
+                     "the device failed before an operation could begin: " + std::string(error.what()));
+    }
+    const auto alive = weak.lock();
+    if (!alive) return;
+    if (failed) return alive->abort(*failed);
+    for (const std::uint64_t sequence : sequences) alive->release(sequence);
+  });
+}
+
+void ProcessGroupIroh::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  auto ended = std::make_shared<std::promise<std::optional<Error>>>();
+  collective::MonitoredBarrierCall call;
+  call.timeout = timeout_or_default(opts.timeout);
+  call.name_all = wait_all_ranks;
+  call.done = [ended](const Error* error) {
+    ended->set_value(error == nullptr ? std::nullopt : std::optional(*error));
+  };
+  group().monitored_barrier(std::move(call));
+  if (const auto error = ended->get_future().get()) std::rethrow_exception(to_torch(*error));
+}
+
+// send, isend, batch_isend_irecv, pipelining
+WorkPtr ProcessGroupIroh::send(Tensors& tensors, int peer, int tag) {
+  return point_to_point("send", tensors, peer, tag, ::c10d::OpType::SEND);
+}
+
+WorkPtr ProcessGroupIroh::recv(Tensors& tensors, int peer, int tag) {
+  return point_to_point("recv", tensors, peer, tag, ::c10d::OpType::RECV);
+}
+
+// recv without a source
+WorkPtr ProcessGroupIroh::recvAnysource(Tensors& tensors, int tag) {
+  return point_to_point("recvAnysource", tensors, -1, tag, ::c10d::OpType::RECVANYSOURCE);
 }
 
 WorkPtr ProcessGroupIroh::point_to_point(const char* op, Tensors& tensors, int peer, int tag, ::c10d::OpType type) {
   const at::Tensor& tensor = only_tensor(op, tensors);
   if (type != ::c10d::OpType::RECVANYSOURCE) {
     check_rank(op, "peer", peer, size_);
-    TORCH_CHECK_VALUE(peer != rank_, "ProcessGroupIroh::", op, ": rank ", rank_, " cannot exchange with itself");
+    TORCH_CHECK(peer != rank_, "ProcessGroupIroh::", op, ": rank ", rank_, " cannot exchange with itself");
   }
-  TORCH_CHECK_VALUE(tag >= 0, "ProcessGroupIroh::", op, ": tag ", tag, " is negative");
+  TORCH_CHECK(tag >= 0, "ProcessGroupIroh::", op, ": tag ", tag, " is negative");
   const DType dtype = dtype_of(tensor, op);
   const bool sends = type == ::c10d::OpType::SEND;
 
-  IrohWork::Description description;
-  description.type = type;
-  description.title = sends ? "iroh:send" : "iroh:recv";
-  description.inputs = {tensor};
-  description.outputs = {tensor};
-  description.timeout = options_->timeout;
-  description.give_up = [weak = std::weak_ptr(group_.shared())](const std::string& text) {
-    if (const auto alive = weak.lock()) alive->abort(Error(ErrorKind::timeout, text));
-  };
+  Operation one = operation(op, type,
+                            sends      ? "iroh:send"
+                            : peer < 0 ? "iroh:recvAnySource"
+                                       : "iroh:recv",
+                            {tensor}, {tensor});
+  one.description.timeout = options_->timeout;
+  one.description.give_up = breaks_group();
+  const auto staging = one.description.staging;
 
   collective::PointToPointCall call;
   call.peer = peer;
@@ -194,17 +294,19 @@ WorkPtr ProcessGroupIroh::point_to_point(const char* op, Tensors& tensors, int p
   call.deadline = after(Clock::now(), options_->timeout);
   const std::size_t bytes = static_cast<std::size_t>(tensor.numel()) * size_of(dtype);
   if (sends) {
-    auto flat = std::make_shared<FlatInput>(Tensors{tensor});
+    auto flat = std::make_shared<FlatInput>(Tensors{tensor}, staging);
     call.from = {flat->data(), bytes};
     call.keep = flat;
+    // Messages go out in the order of the calls, so the caller waits for its device here.
+    if (staging && staging->end_of_loads()) staging->wait_until_loaded();
   } else {
-    auto flat = std::make_shared<FlatOutput>(Tensors{tensor});
+    auto flat = std::make_shared<FlatOutput>(Tensors{tensor}, staging);
     call.to = {flat->data(), bytes};
     call.keep = flat;
-    if (flat->needs_copy_back()) description.after = [flat] { flat->copy_back(); };
+    if (flat->needs_copy_back()) one.description.after = [flat] { flat->copy_back(); };
   }
   collective::Group& target = group();
-  auto work = c10::make_intrusive<IrohWork>(rank_, std::move(description));
+  auto work = c10::make_intrusive<IrohWork>(rank_, std::move(one.description));
   call.keep = released_with_futures(std::move(call.keep));
   call.done = [work](const Error* error, int source) mutable { IrohWork::finish(std::move(work), error, source); };
   if (sends) {

@@ -11,6 +11,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/fork.hpp"
+#include "c10d/operation.hpp"
 #include "c10d/options.hpp"
 #include "c10d/work.hpp"
 #include "collective/group.hpp"
@@ -18,8 +19,9 @@
 namespace torch_iroh::c10d_backend {
 
 using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
-using Tensors = std::vector<at::Tensor>;
-using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+// Runs before the first group of more than one rank is made: opens the iroh library.
+void set_network_opener(std::function<void()> opener);
 
 class ProcessGroupIroh final : public ::c10d::Backend {
  public:
@@ -36,9 +38,19 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   void shutdown() override;
   void abort() override;
   ::c10d::ErrorType getError() override;
+  bool supportsSplitting() const override { return true; }
+  // The new group's ranks are those of `ranks`, in that order; nullptr where this rank is not among them.
+  c10::intrusive_ptr<::c10d::Backend> split(const c10::intrusive_ptr<::c10d::Store>& store,
+                                            const std::vector<int>& ranks,
+                                            const c10::intrusive_ptr<::c10d::Backend::Options>& opts) override;
+  c10::intrusive_ptr<::c10d::Backend> merge(const c10::intrusive_ptr<::c10d::Store>& store,
+                                            const c10::intrusive_ptr<::c10d::Backend::Options>& opts, const int& rank,
+                                            const int& size) override;
+  void eagerConnectSingleDevice(at::Device device) override;
 
   WorkPtr broadcast(Tensors& tensors, const ::c10d::BroadcastOptions& opts) override;
   WorkPtr allreduce(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) override;
   WorkPtr allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) override;
   WorkPtr reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) override;
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const ::c10d::AllgatherOptions& opts) override;
@@ -60,27 +72,18 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   WorkPtr recv(Tensors& tensors, int peer, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
   collective::GroupStats stats() const;
 
  private:
-  struct Part {  // one collective of the core
-    collective::CollectiveCall call;
-    std::function<void()> after;
-  };
-
   collective::Group& group() const;
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
-  WorkPtr submit(IrohWork::Description description, std::vector<Part> parts, std::chrono::milliseconds timeout);
+  std::function<void(const std::string&)> breaks_group() const;
+  Operation operation(const char* op, ::c10d::OpType type, const char* title, Tensors inputs, Tensors outputs) const;
+  WorkPtr submit(Operation operation, std::chrono::milliseconds timeout);
+  void release_when_loaded(const std::shared_ptr<Staging>& staging, std::vector<std::uint64_t> sequences) const;
   WorkPtr point_to_point(const char* op, Tensors& tensors, int peer, int tag, ::c10d::OpType type);
-
-  // The collectives, each on one tensor or list of tensors.
-  Part reduce_part(const char* op, collective::Op kind, const at::Tensor& tensor, const ::c10d::ReduceOp& reduce,
-                   int root) const;
-  Part gather_part(const char* op, collective::Op kind, const Tensors& outputs, const Tensors& inputs, int root) const;
-  Part reduce_scatter_part(const char* op, const at::Tensor& output, const Tensors& inputs,
-                           const ::c10d::ReduceOp& reduce) const;
-  Tensors split_evenly(const char* op, const char* what, const at::Tensor& whole, const at::Tensor& block) const;
 
   c10::intrusive_ptr<IrohOptions> options_;
   ParentOwned<collective::Group> group_;

@@ -1,7 +1,6 @@
 #include "c10d/tensors.hpp"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 
 #include "collective/reduce.hpp"
 
@@ -40,21 +39,6 @@ at::Tensor new_flat(const std::vector<at::Tensor>& tensors) {
   return at::empty({total}, tensors.front().options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
 }
 
-void copy_all(const std::vector<at::Tensor>& tensors, const at::Tensor& flat, bool into_flat) {
-  // Below autograd: gradients, leaves and inference tensors are all just memory here.
-  const at::AutoDispatchBelowADInplaceOrView guard;
-  std::int64_t offset = 0;
-  for (const at::Tensor& tensor : tensors) {
-    const at::Tensor part = flat.narrow(0, offset, tensor.numel()).view(tensor.sizes());
-    if (into_flat) {
-      part.copy_(tensor);
-    } else {
-      tensor.copy_(part);
-    }
-    offset += tensor.numel();
-  }
-}
-
 }  // namespace
 
 DType dtype_of(const at::Tensor& tensor, const char* op) {
@@ -79,7 +63,7 @@ DType dtype_of(const at::Tensor& tensor, const char* op) {
     case at::kFloat8_e5m2:
     case at::kFloat8_e5m2fnuz:
     case at::kFloat8_e8m0fnu: return DType::float8;
-    default: TORCH_CHECK_VALUE(false, "ProcessGroupIroh::", op, ": dtype ", tensor.scalar_type(), " is not supported");
+    default: TORCH_CHECK(false, "ProcessGroupIroh::", op, ": dtype ", tensor.scalar_type(), " is not supported");
   }
 }
 
@@ -95,11 +79,11 @@ ReduceOp reduce_op_of(const ::c10d::ReduceOp& reduce, DType dtype, const char* o
       case ::c10d::ReduceOp::BOR: return ReduceOp::bor;
       case ::c10d::ReduceOp::BXOR: return ReduceOp::bxor;
       case ::c10d::ReduceOp::PREMUL_SUM: return ReduceOp::premul_sum;
-      default: TORCH_CHECK_VALUE(false, "ProcessGroupIroh::", op, ": unknown reduce op");
+      default: TORCH_CHECK(false, "ProcessGroupIroh::", op, ": unknown reduce op");
     }
   }();
-  TORCH_CHECK_VALUE(collective::supports(chosen, dtype), "ProcessGroupIroh::", op, ": reduce op ",
-                    std::string(name_of(chosen)), " has no meaning for dtype ", std::string(name_of(dtype)));
+  TORCH_CHECK(collective::supports(chosen, dtype), "ProcessGroupIroh::", op, ": reduce op ",
+              std::string(name_of(chosen)), " has no meaning for dtype ", std::string(name_of(dtype)));
   return chosen;
 }
 
@@ -110,16 +94,14 @@ double premul_factor_of(const ::c10d::ReduceOp& reduce) {
 }
 
 void check_tensor(const char* op, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.defined(), "ProcessGroupIroh::", op, ": an undefined tensor");
-  TORCH_CHECK_VALUE(tensor.layout() == at::kStrided, "ProcessGroupIroh::", op, ": tensor layout ", tensor.layout(),
-                    " is not supported; only dense tensors are");
-  TORCH_CHECK_VALUE(tensor.device().is_cpu(), "ProcessGroupIroh::", op, ": the tensor is on ", tensor.device(),
-                    "; this version moves CPU tensors only. Try: tensor.cpu()");
+  TORCH_CHECK(tensor.defined(), "ProcessGroupIroh::", op, ": an undefined tensor");
+  TORCH_CHECK(tensor.layout() == at::kStrided, "ProcessGroupIroh::", op, ": tensor layout ", tensor.layout(),
+              " is not supported; only dense tensors are");
 }
 
 const at::Tensor& only_tensor(const char* op, const std::vector<at::Tensor>& tensors) {
-  TORCH_CHECK_VALUE(tensors.size() == 1, "ProcessGroupIroh::", op, ": requires a single-element tensor list, got ",
-                    tensors.size());
+  TORCH_CHECK(tensors.size() == 1, "ProcessGroupIroh::", op, ": requires a single-element tensor list, got ",
+              tensors.size());
   check_tensor(op, tensors.front());
   return tensors.front();
 }
@@ -127,14 +109,14 @@ const at::Tensor& only_tensor(const char* op, const std::vector<at::Tensor>& ten
 void check_same_dtype(const char* op, const std::vector<at::Tensor>& tensors, const at::Tensor& like) {
   for (const at::Tensor& tensor : tensors) {
     check_tensor(op, tensor);
-    TORCH_CHECK_TYPE(tensor.scalar_type() == like.scalar_type(), "ProcessGroupIroh::", op,
-                     ": tensors of different dtypes: ", tensor.scalar_type(), " and ", like.scalar_type());
+    TORCH_CHECK(tensor.scalar_type() == like.scalar_type(), "ProcessGroupIroh::", op,
+                ": tensors of different dtypes: ", tensor.scalar_type(), " and ", like.scalar_type());
   }
 }
 
 void check_rank(const char* op, const char* what, std::int64_t rank, int world) {
-  TORCH_CHECK_VALUE(rank >= 0 && rank < world, "ProcessGroupIroh::", op, ": invalid ", what, " rank ", rank,
-                    ", allowed are 0..", world - 1);
+  TORCH_CHECK(rank >= 0 && rank < world, "ProcessGroupIroh::", op, ": invalid ", what, " rank ", rank,
+              ", allowed are 0..", world - 1);
 }
 
 std::string shape_text(const at::Tensor& tensor) {
@@ -143,11 +125,16 @@ std::string shape_text(const at::Tensor& tensor) {
   return text + "]";
 }
 
-FlatOutput::FlatOutput(std::vector<at::Tensor> tensors, bool load)
-    : tensors_(std::move(tensors)), direct_(adjacent(tensors_)) {
+FlatOutput::FlatOutput(std::vector<at::Tensor> tensors, const StagingPtr& staging, bool load)
+    : tensors_(std::move(tensors)), direct_(!staging && adjacent(tensors_)) {
   if (direct_) return;
-  flat_ = new_flat(tensors_);
-  if (load) copy_all(tensors_, flat_, true);
+  flat_ = staging ? staging->host_memory(tensors_) : new_flat(tensors_);
+  if (!load) return;
+  if (staging) {
+    staging->load(tensors_, flat_);
+  } else {
+    copy_to_flat(tensors_, flat_, false);
+  }
 }
 
 std::byte* FlatOutput::data() const {
@@ -160,13 +147,18 @@ std::vector<std::uint64_t> FlatOutput::blocks() const {
 }
 
 void FlatOutput::copy_back() const {
-  if (!direct_) copy_all(tensors_, flat_, false);
+  if (!direct_) copy_from_flat(flat_, tensors_, true);
 }
 
-FlatInput::FlatInput(std::vector<at::Tensor> tensors) : tensors_(std::move(tensors)) {
-  if (adjacent(tensors_)) return;
-  flat_ = new_flat(tensors_);
-  copy_all(tensors_, flat_, true);
+FlatInput::FlatInput(std::vector<at::Tensor> tensors, const StagingPtr& staging) : tensors_(std::move(tensors)) {
+  if (tensors_.empty()) return;
+  if (staging) {
+    flat_ = staging->host_memory(tensors_);
+    staging->load(tensors_, flat_);
+  } else if (!adjacent(tensors_)) {
+    flat_ = new_flat(tensors_);
+    copy_to_flat(tensors_, flat_, false);
+  }
 }
 
 const std::byte* FlatInput::data() const {

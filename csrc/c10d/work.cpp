@@ -33,55 +33,84 @@ IrohWork::IrohWork(int rank, Description description)
     description_.value_type = c10::ListType::create(c10::TensorType::get());
     description_.value = c10::IValue(description_.outputs);
   }
-  future_ = c10::make_intrusive<c10::ivalue::Future>(description_.value_type);
+  std::vector<c10::Device> devices;
+  if (description_.staging) devices.push_back(description_.staging->device());
+  future_ = c10::make_intrusive<c10::ivalue::Future>(description_.value_type, devices);
+  result_ = c10::make_intrusive<c10::ivalue::Future>(c10::AnyEnumType::get());
 }
 
 void IrohWork::finish(c10::intrusive_ptr<IrohWork> work, const Error* error, int source) {
   work->source_ = source;
+  if (error != nullptr) {
+    work->outcome_ = error->kind() == ErrorKind::timeout ? ::c10d::WorkResult::TIMEOUT : ::c10d::WorkResult::COMM_ERROR;
+  }
   const std::exception_ptr failed = error == nullptr ? nullptr : to_torch(*error);
   const bool copies = !failed && work->description_.after;
   if (!copies) work->Work::finish(failed);
   completions().post([work = std::move(work), failed, copies] {
     std::exception_ptr outcome = failed;
     if (copies) {
-      try {
-        work->description_.after();
-      } catch (...) {
-        outcome = std::current_exception();
-      }
+      outcome = work->copy_back();
       work->Work::finish(outcome);
     }
-    work->complete_future(outcome);
+    work->complete_futures(outcome);
   });
 }
 
-void IrohWork::complete_future(const std::exception_ptr& failed) {
-  if (failed) {
-    future_->setError(failed);
-  } else {
-    future_->markCompleted(description_.value);
+std::exception_ptr IrohWork::copy_back() {
+  try {
+    if (description_.staging) {
+      description_.staging->write_back(description_.after);
+    } else {
+      description_.after();
+    }
+    return nullptr;
+  } catch (...) {
+    outcome_ = ::c10d::WorkResult::COMM_ERROR;
+    return std::current_exception();
   }
+}
+
+void IrohWork::complete_futures(const std::exception_ptr& failed) {
+  {
+    // A future of device tensors is complete when the current stream is: torch makes its waiters' streams follow.
+    std::optional<Staging::StreamScope> scope;
+    if (description_.staging) scope.emplace(*description_.staging);
+    if (failed) {
+      future_->setError(failed);
+    } else {
+      future_->markCompleted(description_.value);
+    }
+  }
+  result_->markCompleted(c10::IValue(static_cast<std::int64_t>(outcome_)));
   description_.after = nullptr;
   description_.inputs.clear();
 }
 
 bool IrohWork::wait(std::chrono::milliseconds timeout) {
-  std::unique_lock lock(mutex_);
-  const auto done = [this] { return completed_; };
-  if (timeout == kNoTimeout) {
-    cv_.wait(lock, done);  // the core ends every operation by its own deadline
-  } else if (!cv_.wait_for(lock, timeout, done)) {
-    lock.unlock();
-    const std::string text = "wait(" + to_text(timeout) + ") timed out on rank " + std::to_string(rank_);
-    description_.give_up(text);
-    lock.lock();
-    // The group knows whom it was waiting for, and says so in the error with which it ends this work.
-    cv_.wait_for(lock, kExplanation, done);
+  {
+    std::unique_lock lock(mutex_);
+    const auto done = [this] { return completed_; };
+    if (timeout == kNoTimeout) {
+      cv_.wait(lock, done);  // the core ends every operation by its own deadline
+    } else if (!cv_.wait_for(lock, timeout, done)) {
+      lock.unlock();
+      const std::string text = "wait(" + to_text(timeout) + ") timed out on rank " + std::to_string(rank_);
+      description_.give_up(text);
+      lock.lock();
+      // The group knows whom it was waiting for, and says so in the error with which it ends this work.
+      cv_.wait_for(lock, kExplanation, done);
+      if (exception_) std::rethrow_exception(exception_);
+      std::rethrow_exception(to_torch(Error(ErrorKind::timeout, text)));
+    }
     if (exception_) std::rethrow_exception(exception_);
-    std::rethrow_exception(to_torch(Error(ErrorKind::timeout, text)));
   }
-  if (exception_) std::rethrow_exception(exception_);
+  synchronize();
   return true;
+}
+
+void IrohWork::synchronize() {
+  if (description_.staging) description_.staging->block_current_stream();
 }
 
 void IrohWork::abort() {

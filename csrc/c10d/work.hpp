@@ -13,6 +13,7 @@
 #include "base/error.hpp"
 #include "base/time.hpp"
 #include "base/workers.hpp"
+#include "c10d/staging.hpp"
 
 namespace torch_iroh::c10d_backend {
 
@@ -34,6 +35,7 @@ class IrohWork final : public ::c10d::Work {
     c10::TypePtr value_type;          // default: list of tensors
     std::uint64_t sequence = 0;
     std::chrono::milliseconds timeout{};
+    std::shared_ptr<Staging> staging;                 // device tensors: their road to host memory and back
     std::function<void()> after;                      // copies flat memory back before anyone sees the result
     std::function<void(const std::string&)> give_up;  // breaks the group
   };
@@ -45,18 +47,23 @@ class IrohWork final : public ::c10d::Work {
   static void finish(c10::intrusive_ptr<IrohWork> work, const Error* error, int source = -1);
 
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
-  void synchronize() override {}
+  void synchronize() override;
+  void blockCurrentStream() override { wait(); }
   void abort() override;
   std::vector<at::Tensor> result() override;
   int sourceRank() const override;
   std::uint64_t getSequencenumber() const override { return description_.sequence; }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return result_; }
 
  private:
-  void complete_future(const std::exception_ptr& failed);
+  std::exception_ptr copy_back();
+  void complete_futures(const std::exception_ptr& failed);
 
   Description description_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  c10::intrusive_ptr<c10::ivalue::Future> result_;  // a WorkResult; never an error
+  ::c10d::WorkResult outcome_ = ::c10d::WorkResult::SUCCESS;
   int source_ = -1;
 };
 

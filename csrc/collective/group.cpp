@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/log.hpp"
+#include "base/rank_text.hpp"
 #include "collective/planner.hpp"
 
 namespace torch_iroh::collective {
@@ -39,10 +40,9 @@ Request empty_request(const Request& request) {
   return barrier;
 }
 
-std::string ranks_text(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < ranks.size(); ++i) text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  return text;
+// Gloo begins so, and programs look for it.
+std::string timed_out(Duration limit, int rank) {
+  return "Timed out waiting " + whole_milliseconds(limit) + "ms on rank " + std::to_string(rank);
 }
 
 }  // namespace
@@ -72,6 +72,7 @@ Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions
   };
   hooks.fail = [this](const Error& cause) { fail(cause, true); };
   hooks.chunk_bytes = options_.chunk_bytes;
+  monitored_barrier_ = std::make_unique<MonitoredBarrier>(rank_, world_, hooks.tell);
   point_to_point_ = std::make_unique<PointToPoint>(rank_, world_, std::move(hooks));
 }
 
@@ -101,6 +102,31 @@ std::uint64_t Group::submit(CollectiveCall call) {
     advance();
   });
   return sequence;
+}
+
+void Group::release(std::uint64_t sequence) {
+  post([this, sequence] {
+    for (Queued& queued : queue_) {
+      if (queued.sequence == sequence) queued.call.held = false;
+    }
+    advance();
+  });
+}
+
+void Group::monitored_barrier(MonitoredBarrierCall call) {
+  count_in_flight(1);
+  call.done = [this, done = std::move(call.done)](const Error* error) {
+    done(error);
+    count_in_flight(-1);
+  };
+  post([this, call = std::move(call)]() mutable {
+    if (const auto failed = failure()) {
+      const Error error = explain(*failed, "monitored_barrier");
+      return call.done(&error);
+    }
+    monitored_barrier_->begin(std::move(call));
+    watch_deadlines();
+  });
 }
 
 PointToPointCall Group::counted(PointToPointCall call) {
@@ -162,6 +188,9 @@ void Group::advance() {
   for (;;) {
     if (current_ && current_->execution->finished()) {
       end_current();
+    } else if (waits_for_memory()) {
+      watch_deadlines();
+      break;
     } else if (!current_ && !queue_.empty()) {
       Queued next = std::move(queue_.front());
       queue_.pop_front();
@@ -181,10 +210,16 @@ void Group::begin(Queued queued) {
     call.done(&error);
     return count_in_flight(-1);
   }
-  const std::string description = describe(call);
-  const std::uint32_t signature = signature_of(description);
+  std::string description;
+  std::uint32_t signature = 0;
   std::shared_ptr<Execution> execution;
   try {
+    if (call.prepare) {
+      std::exchange(call.prepare, nullptr)(call);
+      call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
+    }
+    description = describe(call);
+    signature = signature_of(description);
     execution = std::make_shared<Execution>(
         is_empty(request) ? empty_request(request) : request, call.work, options_.chunk_bytes, queued.sequence,
         signature,
@@ -196,7 +231,8 @@ void Group::begin(Queued queued) {
     queue_.push_front(std::move(queued));
     return fail(Error(ErrorKind::invalid, description + ": " + refused.what()), true);
   }
-  current_.emplace(Running{queued.sequence, description, signature, queued.deadline, execution, std::move(call.done)});
+  current_.emplace(
+      Running{queued.sequence, description, signature, call.timeout, queued.deadline, execution, std::move(call.done)});
   watch_deadlines();
   run([&] {
     Message announcement{.kind = MessageKind::call};
@@ -357,7 +393,8 @@ void Group::on_control(int from, Payload payload) {
 void Group::handle_message(int from, const Message& message) {
   if (const auto failed = failure()) {
     // Whoever still turns to this rank has not heard of it.
-    const bool asks = message.kind == MessageKind::call || message.kind == MessageKind::offer;
+    const bool asks =
+        message.kind == MessageKind::call || message.kind == MessageKind::offer || message.kind == MessageKind::arrive;
     if (asks && !closed_) tell_failure(from, *failed);
     return;
   }
@@ -368,6 +405,8 @@ void Group::handle_message(int from, const Message& message) {
       return fail(Error(ErrorKind::peer_gone, message.text + " (reported by rank " + std::to_string(from) + ")"), true);
     case MessageKind::offer: return point_to_point_->on_offer(from, message);
     case MessageKind::grant: return point_to_point_->on_grant(from, message);
+    case MessageKind::arrive: return monitored_barrier_->on_arrive(from, message);
+    case MessageKind::verdict: return monitored_barrier_->on_verdict(from, message);
   }
 }
 
@@ -465,6 +504,7 @@ void Group::fail(const Error& given, bool tell_others) {
     count_in_flight(-1);
   }
   point_to_point_->fail(explain(cause, "point-to-point"));
+  monitored_barrier_->fail(explain(cause, "monitored_barrier"));
   idle_.notify_all();
 }
 
@@ -504,8 +544,9 @@ std::optional<Error> Group::failure() const {
 }
 
 void Group::watch_deadlines() {
-  TimePoint next = std::min(point_to_point_->next_deadline(), mismatch_until_);
+  TimePoint next = std::min({point_to_point_->next_deadline(), monitored_barrier_->next_deadline(), mismatch_until_});
   if (current_) next = std::min(next, current_->deadline);
+  if (waits_for_memory()) next = std::min(next, queue_.front().deadline);
   if (next >= timer_at_) return;  // an earlier timer looks again when it fires
   timer_at_ = next;
   workers().at(next, [weak = weak_from_this(), next] {
@@ -528,8 +569,14 @@ void Group::on_deadline() {
                                        (current_ ? current_->description : "this rank") + " (its name did not arrive)"),
         true);
   }
+  monitored_barrier_->expire(now);
+  if (waits_for_memory() && queue_.front().deadline <= now) {
+    return fail(Error(ErrorKind::timeout,
+                      timed_out(queue_.front().call.timeout, rank_) + ", whose device has not handed over its data"),
+                true);
+  }
   if (current_ && current_->deadline <= now) {
-    return fail(Error(ErrorKind::timeout, "timed out on rank " + std::to_string(rank_)), true);
+    return fail(Error(ErrorKind::timeout, timed_out(current_->timeout, rank_)), true);
   }
   if (const auto overdue = point_to_point_->overdue(now)) {
     return fail(Error(ErrorKind::timeout, "rank " + std::to_string(rank_) + ": " + *overdue + ": timed out"), true);

@@ -23,6 +23,7 @@
 #include "collective/execution.hpp"
 #include "collective/inbox.hpp"
 #include "collective/messages.hpp"
+#include "collective/monitored_barrier.hpp"
 #include "collective/point_to_point.hpp"
 #include "collective/schedule.hpp"
 #include "transport/transport.hpp"
@@ -44,6 +45,9 @@ struct CollectiveCall {
   std::string shape;  // of this rank's tensor, equal on all ranks; empty where it may differ
   Duration timeout = kNever - TimePoint{};
   Done done;
+  bool held = false;  // its memory is not ready: it begins, in its turn, after release() of its number
+  // Runs when its turn comes: fills in what only the operations before it could tell.
+  std::function<void(CollectiveCall&)> prepare{};
 };
 
 struct GroupStats {
@@ -62,8 +66,10 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
 
   // Thread-safe; return at once. The number of the operation among the group's collectives is returned.
   std::uint64_t submit(CollectiveCall call);
+  void release(std::uint64_t sequence);
   void send(PointToPointCall call);
   void recv(PointToPointCall call);  // peer -1: from anyone
+  void monitored_barrier(MonitoredBarrierCall call);
 
   void connect_all();
   std::uint64_t submitted() const { return submitted_.load(); }
@@ -92,6 +98,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
     std::uint64_t sequence;
     std::string description;
     std::uint32_t signature;
+    Duration timeout;
     TimePoint deadline;
     std::shared_ptr<Execution> execution;
     Done done;
@@ -141,6 +148,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   std::string title_of(std::uint64_t sequence, const std::string& description) const;
   std::string waiting_text() const;
   PointToPointCall counted(PointToPointCall call);
+  bool waits_for_memory() const { return !current_ && !queue_.empty() && queue_.front().call.held; }
   void watch_deadlines();
   void on_deadline();
   void count_in_flight(int change);
@@ -161,6 +169,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   std::map<std::uint64_t, std::vector<Early>> early_;
   std::map<std::uint64_t, std::string> history_;
   std::unique_ptr<PointToPoint> point_to_point_;
+  std::unique_ptr<MonitoredBarrier> monitored_barrier_;
   TimePoint timer_at_ = kNever;
   TimePoint mismatch_until_ = kNever;  // foreign data has come: its name must follow until then
   int mismatch_from_ = -1;

@@ -15,7 +15,7 @@ Message decode_message(std::span<const std::byte> bytes) {
   ByteReader in(bytes);
   Message message;
   const auto kind = in.get<std::uint8_t>();
-  if (kind < static_cast<std::uint8_t>(MessageKind::call) || kind > static_cast<std::uint8_t>(MessageKind::grant)) {
+  if (kind < static_cast<std::uint8_t>(MessageKind::call) || kind > static_cast<std::uint8_t>(MessageKind::verdict)) {
     throw Error(ErrorKind::protocol, "unknown control message " + std::to_string(kind));
   }
   message.kind = static_cast<MessageKind>(kind);

@@ -9,10 +9,12 @@
 namespace torch_iroh::collective {
 
 enum class MessageKind : std::uint8_t {
-  call = 1,   // "I have begun operation `sequence`, and this is what it is": bulk data for it may come
-  abort = 2,  // "the group is broken, because `text`"
-  offer = 3,  // "I send message `sequence` with `tag`, `bytes` long": point to point
-  grant = 4,  // "message `sequence` of yours has a receiver": the rest of it may come
+  call = 1,     // "I have begun operation `sequence`, and this is what it is": bulk data for it may come
+  abort = 2,    // "the group is broken, because `text`"
+  offer = 3,    // "I send message `sequence` with `tag`, `bytes` long": point to point
+  grant = 4,    // "message `sequence` of yours has a receiver": the rest of it may come
+  arrive = 5,   // "I have reached monitored barrier `sequence`"
+  verdict = 6,  // "monitored barrier `sequence` is over", with the reason in `text` when it is not passed
 };
 
 struct Message {

@@ -6,6 +6,7 @@
 #include <random>
 
 #include "base/bytes.hpp"
+#include "base/rank_text.hpp"
 
 namespace torch_iroh::transport {
 namespace {
@@ -33,16 +34,6 @@ std::string host_name() {
 std::vector<std::uint8_t> to_bytes(ByteWriter& out) {
   const auto* from = reinterpret_cast<const std::uint8_t*>(out.bytes().data());
   return {from, from + out.bytes().size()};
-}
-
-std::string ranks_text(const std::vector<int>& ranks) {
-  constexpr std::size_t kMostListed = 16;
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (std::size_t i = 0; i < std::min(ranks.size(), kMostListed); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  if (ranks.size() > kMostListed) text += " and " + std::to_string(ranks.size() - kMostListed) + " more";
-  return text;
 }
 
 void await(KeyValueStore& store, const JoinRequest& request, const std::vector<int>& ranks,

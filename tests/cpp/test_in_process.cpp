@@ -817,7 +817,7 @@ TEST_CASE("group: a rank that is missing is named when the deadline passes, and 
     CHECK(outcome.error().has_value());
     first = first || (outcome.error()->kind() == ErrorKind::timeout &&
                       says(outcome.error(), "rank 2 never began this operation"));
-    CHECK(says(outcome.error(), "timed out"));
+    CHECK(says(outcome.error(), "Timed out"));
   }
   CHECK(first);
   CHECK(Clock::now() - begin >= milliseconds(200));
@@ -834,7 +834,7 @@ TEST_CASE("group: the time an operation waits in the queue counts") {
   CHECK(queued.parts[0]->outcome->wait());
   CHECK(says(blocked.parts[0]->outcome->error(), "all_reduce #0"));
   CHECK(says(queued.parts[0]->outcome->error(), "barrier #1"));
-  CHECK(says(queued.parts[0]->outcome->error(), "timed out"));
+  CHECK(says(queued.parts[0]->outcome->error(), "Timed out"));
 }
 
 TEST_CASE("group: an abort ends every operation of every rank with its cause, once") {

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from ranks import Ranks
 
 # Also for processes that a test starts without `ranks`.
 os.environ.setdefault("TORCH_IROH_BIND", "127.0.0.1:0")
@@ -18,3 +21,32 @@ def _same_environment() -> Iterator[None]:
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(scope="module")
+def families() -> Iterator[dict[int, Ranks]]:
+    made: dict[int, Ranks] = {}
+    yield made
+    for family in made.values():
+        family.close()
+
+
+@pytest.fixture
+def run(families: dict[int, Ranks]) -> Callable[..., list[Any]]:
+    """``run(world, function, *arguments)`` on the processes of that world, which have no group."""
+
+    def call(world: int, function: Callable[..., Any], *arguments: Any, deadline: float = 60) -> list[Any]:
+        if world not in families or not families[world].usable:
+            families[world] = Ranks(world)
+        try:
+            return families[world].run(function, *arguments, deadline=deadline)
+        except BaseException:
+            families[world].close()
+            raise
+
+    return call
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    return str(tmp_path / "store")

@@ -1,0 +1,7 @@
+"""`python -m torch_iroh VERB ...`."""
+
+import sys
+
+from torch_iroh._cli import main
+
+sys.exit(main())
