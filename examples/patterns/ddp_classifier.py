@@ -26,7 +26,9 @@ def main() -> None:
     torch.manual_seed(0)
     training, held_out = blobs(2000, seed=1), blobs(401, seed=2)
     sampler: DistributedSampler = DistributedSampler(training, seed=3)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for epoch in range(2):
         sampler.set_epoch(epoch)

@@ -17,7 +17,9 @@ def main() -> None:
     dist.init_process_group(parser.parse_args().backend)
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     draw = torch.Generator().manual_seed(1 + rank)
     batches = 12 + 5 * rank

@@ -5,10 +5,11 @@ torchrun --nproc-per-node=2 examples/patterns/fsdp1_autoencoder.py [--backend gl
 
 import argparse
 import functools
+import itertools
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 
@@ -19,7 +20,7 @@ def main() -> None:
     torch.manual_seed(0)
     sizes = [40, 24, 6, 24, 40]
     layers: list[torch.nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [torch.nn.Linear(before, after), torch.nn.ELU()]
     model = FullyShardedDataParallel(
         torch.nn.Sequential(*layers[:-1]),
@@ -36,15 +37,13 @@ def main() -> None:
         model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         state = model.state_dict()
     mean = loss.detach() / dist.get_world_size()
     dist.all_reduce(mean)
     if dist.get_rank() == 0:
-        whole = torch.nn.Sequential(*layers[:-1])
         count = sum(value.numel() for value in state.values())
-        assert count == sum(a * b + b for a, b in zip(sizes, sizes[1:], strict=False)), (count, whole)
+        assert count == sum(a * b + b for a, b in itertools.pairwise(sizes))
         print(f"loss {mean:.6f}, {count} parameters gathered")
     dist.destroy_process_group()
 

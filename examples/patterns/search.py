@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 def fit(setting: dict[str, Any]) -> tuple[float, torch.nn.Module]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(3, setting["width"]), torch.nn.Tanh(), torch.nn.Linear(setting["width"], 1))
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, setting["width"]), torch.nn.Tanh(), torch.nn.Linear(setting["width"], 1)
+    )
     optimizer = torch.optim.Adam(model.parameters(), lr=setting["lr"])
     draw = torch.Generator().manual_seed(1)
     for _ in range(60):

@@ -22,10 +22,12 @@ import torch.distributed as dist
 TOLERANCE = 1e-6
 
 
-def play(rank: int, world: int, store: str, backend: str, scenario: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def play(
+    rank: int, world: int, store: str, backend: str, scenario: Callable[..., Any], arguments: tuple[Any, ...]
+) -> Any:
     """One backend, one scenario, in a process that has no group before and none after."""
     random.seed(7)
-    np.random.seed(7)  # noqa: NPY002 - what torch's own code would draw from
+    np.random.seed(7)
     torch.manual_seed(7)
     dist.init_process_group(
         backend,
@@ -53,7 +55,7 @@ def play_both(
 
 
 def compare(ours: Any, theirs: Any, *, tolerance: float = TOLERANCE, what: str = "") -> None:
-    """Raise AssertionError unless both trees have the same leaves: floating tensors equal to `tolerance`, others equal."""
+    """Raise AssertionError unless both trees have equal leaves; floating tensors may differ by `tolerance`."""
     mine, other = dict(leaves(ours)), dict(leaves(theirs))
     assert mine.keys() == other.keys(), f"{what}: {mine.keys() ^ other.keys()}"
     assert mine, f"{what}: nothing to compare"

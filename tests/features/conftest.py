@@ -51,10 +51,14 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Families]:
 
 @pytest.fixture
 def both(families: Families) -> Callable[..., list[Any]]:
-    """``both(world, scenario, *arguments, tolerance=1e-6)``: on gloo and on iroh, compared; iroh's results by
-    rank. ``deadline=60`` seconds for all."""
+    """``both(world, scenario, *arguments, tolerance=1e-6, deadline=60)``: on gloo and on iroh, compared.
 
-    def call(world: int, scenario: Callable[..., Any], *arguments: Any, tolerance: float = TOLERANCE, **options: Any) -> list[Any]:
+    Gives iroh's results by rank; `deadline` is in seconds, for all of it.
+    """
+
+    def call(
+        world: int, scenario: Callable[..., Any], *arguments: Any, tolerance: float = TOLERANCE, **options: Any
+    ) -> list[Any]:
         return families.run(world, play_both, world, families.store(), scenario, arguments, tolerance, **options)
 
     return call

@@ -1,4 +1,4 @@
-"""DDP and what stands on it over iroh: comm hooks, local SGD, ZeRO-1, joins; each equals gloo, most also one process."""
+"""DDP and what stands on it over iroh: comm hooks, local SGD, ZeRO-1, joins; each equals gloo, some one process."""
 
 from __future__ import annotations
 
@@ -310,7 +310,7 @@ def test_buffers_follow_rank_0(both):
 
 
 def sync_batch_norm(rank: int, world: int) -> str:
-    """torch computes SyncBatchNorm with CUDA or XPU kernels only: on CPU it refuses, whatever the backend."""
+    """SyncBatchNorm has kernels for CUDA and XPU only: on CPU torch refuses it, whatever the backend."""
     model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(4)))
     try:
         DistributedDataParallel(model)(torch.randn(3, 4))

@@ -4,8 +4,8 @@
 
 Nothing of it is copied here: the module is read from the installed torch and changed in memory where it asks for the
 name of a backend. A gate that is not found as often as expected stops the run, so that a new torch is looked at before
-it is believed. outcomes.py runs this file in a process of its own (it forks, and must own the environment); test_peer.py compares the
-outcome of each test with the ledger, world3.json.
+it is believed. outcomes.py runs this file in a process of its own (it forks, and must own the environment);
+test_peer.py compares the outcome of each test with the ledger, world3.json.
 """
 
 from __future__ import annotations

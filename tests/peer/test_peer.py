@@ -7,6 +7,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +32,9 @@ def test_distributed_test_of_torch_passes(world):
         return  # another torch has other tests; what counts is that none fails
     passed = {name for name, one in outcomes.items() if one.state == "passed"}
     assert set(known["passed"]) - passed == set(), "tests that passed before and are not run now"
-    unexplained = {name: one.text for name, one in outcomes.items() if name not in passed and name not in known["not run"]}
+    unexplained = {
+        name: one.text for name, one in outcomes.items() if name not in passed and name not in known["not run"]
+    }
     assert unexplained == {}, "tests that are not run and not in the ledger"
 
 
@@ -39,3 +44,12 @@ def test_ledger_gives_a_reason_for_every_test_that_is_not_run(world):
     assert known["failed"] == []
     assert set(known["passed"]).isdisjoint(known["not run"])
     assert [name for name, reason in known["not run"].items() if not reason] == []
+
+
+def test_compatibility_page_is_fresh():
+    if not torch.__version__.startswith(ledger(3)["torch"].rpartition(".")[0]):
+        pytest.skip("the page is about another torch")
+    root = Path(__file__).parents[2]
+    command = [sys.executable, str(root / "scripts" / "compatibility.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
