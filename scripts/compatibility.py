@@ -215,9 +215,9 @@ def features() -> list[str]:
     return [
         "## Features of torch on top",
         "",
-        "`tests/features` runs each program on gloo and on iroh in the same processes and compares the results (to 1e-6",
-        "in float32; exactly where numbers are only moved), most of them with one process as well. What torch itself ties",
-        "to CUDA, or what fails on gloo too, is said in the test.",
+        "`tests/features` runs each program on gloo and on iroh in the same processes and compares the results (to",
+        "1e-6 in float32; exactly where numbers are only moved), most of them with one process as well. What torch",
+        "itself ties to CUDA, or what fails on gloo too, is said in the test.",
         "",
         *table(("file", "what", "test functions"), *rows),
     ]
@@ -228,8 +228,8 @@ def page() -> str:
     head = [
         "# Compatibility",
         "",
-        "What of `torch.distributed` works on backend `iroh`. Written by `scripts/compatibility.py`; a test checks that it",
-        "is fresh.",
+        "What of `torch.distributed` works on backend `iroh`. Written by `scripts/compatibility.py`; a test checks",
+        "that it is fresh.",
     ]
     return "\n".join([*head, "", *virtuals(), "", *peer_suite(), "", *features(), ""])
 

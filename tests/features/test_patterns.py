@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 from ranks import ENVIRONMENT
 
@@ -36,6 +37,9 @@ def finish(running: subprocess.Popen[str]) -> tuple[int, str]:
     try:
         output, _ = running.communicate(timeout=SECONDS)
     finally:
+        with contextlib.suppress(psutil.NoSuchProcess):  # torchrun's workers lead process groups of their own
+            for child in psutil.Process(running.pid).children(recursive=True):
+                child.kill()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
     return running.returncode, output
