@@ -2,6 +2,7 @@
 #
 #   make demo  [ARGS="--steps 50"] [NPROC=2]   fine-tunes a small model on NPROC processes
 #   make test  [PYTEST="-k store"]             C++ unit tests (plain, ASan + UBSan, TSan), then pytest
+#   make test-peer                             PyTorch's own distributed_test on iroh, with 3 and with 4 ranks
 #   make test-frameworks                       only Lightning, Hugging Face, Ignite, DeepSpeed: pip installs them first
 #   make bench [ARGS=...]                      our figures beside those of gloo and of the raw link
 #   make native                                compiles what changed (`make unit`: and runs the C++ unit tests)
@@ -28,7 +29,7 @@ native_python := $(if $(filter /%,$(VENV)),,../)$(bin)/python
 cpp_files = $(shell find csrc tests/cpp tests/accelerator -name '*.cpp' -o -name '*.hpp')
 
 .NOTPARALLEL:  # pip compiles too; the makes below are the parallel ones
-.PHONY: demo test test-frameworks bench native unit unit-sanitized lint format clean distclean torch system-for-build system-for-test
+.PHONY: demo test test-peer test-frameworks bench native unit unit-sanitized lint format clean distclean torch system-for-build system-for-test
 .DEFAULT_GOAL := demo
 
 # ---- what people call ----
@@ -38,6 +39,10 @@ demo: $(VENV)/installed-demo native
 
 test: $(VENV)/installed-demo $(VENV)/installed-test native unit unit-sanitized
 	$(bin)/python -m pytest --ignore=tests/frameworks $(PYTEST)
+
+# `make test` has it with 3 ranks only.
+test-peer: $(VENV)/installed-test native
+	PEER_WORLDS="3 4" $(bin)/python -m pytest tests/peer $(PYTEST)
 
 # Apart, because it installs 340 MB and takes 5 to 9 minutes on two cores, most of them imports.
 test-frameworks: $(VENV)/installed-demo $(VENV)/installed-test native
