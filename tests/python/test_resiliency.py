@@ -1,5 +1,5 @@
-"""What a fault-tolerant trainer needs: a rank that leaves or dies in the middle is named by all others in time, in every
-collective, and the survivors make a new group in the same processes.
+"""What a fault-tolerant trainer needs: a rank that leaves or dies in the middle is named by all others in time, in
+every collective, and the survivors make a new group in the same processes.
 """
 
 from __future__ import annotations
