@@ -1,6 +1,6 @@
 """What a step of DistributedDataParallel costs over iroh, beside what it must cost.
 
-    python benchmarks/ddp.py [--parameters 25000000] [--batch 64] [--rounds 7]
+    python benchmarks/ddp.py [--parameters 25000000] [--batch 256] [--rounds 9]
 
 Question: does DDP over iroh lose time that neither the computation nor the raw road asks for? Two ranks train a
 multi-layer perceptron. In each round take turns:
@@ -10,9 +10,9 @@ multi-layer perceptron. In each round take turns:
     gloo       a step over gloo, and an all_reduce of the same bytes on its own
     iroh       a step over iroh
 
-From gloo's row follows how much of its communication hides behind the computation: compute + all_reduce - step. The bound
-is 1.15 x (compute + raw - that overlap). `share` is iroh's p50 as a share of the bound: up to 1 is within it. The ranks'
-parameters are compared after each backend's steps; `equal` says whether they had the same bits.
+From gloo's row follows how much of its communication hides behind the computation: compute + all_reduce - step. The
+bound is 1.15 x (compute + raw - that overlap). `share` is iroh's p50 as a share of the bound: up to 1 is within it.
+`equal` says whether the ranks' parameters had the same bits after all steps over iroh.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def measure(rank: Rank, plan: Plan) -> Seen:
         "compute": alone,
         "raw": lambda: road.carry(shared, plan.traffic),
         "gloo": lambda: step(models["gloo"]),
-        "gloo all_reduce": lambda: dist.all_reduce(flat),
+        "gloo_all_reduce": lambda: dist.all_reduce(flat),
         "iroh": lambda: step(models["iroh"]),
     }
     seconds: dict[str, list[float]] = {name: [] for name in actions}
@@ -129,9 +129,8 @@ def main() -> int:
     compute, raw, gloo, gloo_alone, iroh = (quantile(slower[name], 0.5) for name in slower)
     overlap = max(0.0, compute + gloo_alone - gloo)
     bound = ALLOWED * (compute + raw - overlap)
-    print(
-        f"\n# gradients: {seen[0].gradient_bytes / 1e6:.1f} MB; gloo hides {overlap * 1e3:.1f} ms of its communication"
-    )
+    megabytes = seen[0].gradient_bytes / 1e6
+    print(f"\n# gradients: {megabytes:.1f} MB; gloo hides {overlap * 1e3:.1f} ms of its communication")
     print(f"# bound: {ALLOWED} x ({compute * 1e3:.1f} + {raw * 1e3:.1f} - {overlap * 1e3:.1f}) = {bound * 1e3:.1f} ms")
     print(f"# share: {iroh / bound:.2f} of the bound; equal: {'yes' if all(one.equal for one in seen) else 'NO'}")
     return harness.FINE if all(one.equal for one in seen) else harness.FINDING

@@ -83,6 +83,16 @@ def test_allreduce_verifies_every_collective_on_both_backends():
         assert 0 < float(row["p50_us"]) <= float(row["p95_us"])
 
 
+@pytest.mark.timeout(240)
+def test_ddp_compares_a_step_with_what_it_must_cost():
+    done = run("ddp.py", "--quick", "--deadline", "150")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (table,) = tables(done.stdout)
+    assert [row["what"] for row in table] == ["compute", "raw", "gloo", "gloo_all_reduce", "iroh"]
+    assert all(0 < float(row["p50_ms"]) <= float(row["p95_ms"]) for row in table)
+    assert "of the bound; equal: yes" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
