@@ -32,7 +32,8 @@ def monitored_barrier(
     """
     import torch.distributed as dist
 
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
+    outside: object = dist.GroupMember.NON_GROUP_MEMBER
+    if group is outside:
         return
     limit = timeout if isinstance(timeout, timedelta) or timeout is None else timedelta(seconds=timeout)
     iroh_backend(group).monitored_barrier(timeout=limit, wait_all_ranks=wait_all_ranks)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 __all__ = ["bf16_compress"]
 
 
-def bf16_compress(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def bf16_compress(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """Average a gradient bucket as bfloat16: half the bytes of float32 on the wire, on any device.
 
     The gradient is divided by the world size, rounded to bfloat16, summed over the ranks (each partial sum of a rank is
@@ -26,12 +26,13 @@ def bf16_compress(group: dist.ProcessGroup | None, bucket: dist.GradBucket) -> t
         bucket: a flat gradient of any floating dtype.
     """
     chosen: Any = dist.group.WORLD if group is None else group
-    gradient = bucket.buffer()
+    gradient: torch.Tensor = bucket.buffer()
     compressed = gradient.to(torch.bfloat16).div_(chosen.size())
-    future = dist.all_reduce(compressed, group=chosen, async_op=True).get_future()
+    future: Any = dist.all_reduce(compressed, group=chosen, async_op=True).get_future()
 
     def decompress(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         gradient.copy_(done.value()[0])
         return gradient
 
-    return future.then(decompress)
+    averaged: torch.futures.Future[torch.Tensor] = future.then(decompress)
+    return averaged

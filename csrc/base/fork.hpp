@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <utility>
 
@@ -37,6 +38,32 @@ class ParentOwned {
  private:
   std::shared_ptr<T> held_;
   pid_t owner_ = getpid();
+};
+
+// One T for each process that asks: made on first use, never destroyed, since a process may exit while its threads are
+// at work. A forked child, which has none of its parent's threads, makes its own.
+template <typename T>
+class PerProcess {
+ public:
+  using Make = std::unique_ptr<T> (*)();
+  explicit constexpr PerProcess(Make make) : make_(make) {}
+
+  T& get() {
+    for (;;) {
+      Owned* current = owned_.load(std::memory_order_acquire);
+      if (current != nullptr && current->pid == getpid()) return *current->value;
+      auto fresh = std::make_unique<Owned>(Owned{make_(), getpid()});
+      if (owned_.compare_exchange_strong(current, fresh.get())) return *fresh.release()->value;
+    }
+  }
+
+ private:
+  struct Owned {
+    std::unique_ptr<T> value;
+    pid_t pid;
+  };
+  const Make make_;
+  std::atomic<Owned*> owned_{nullptr};
 };
 
 }  // namespace torch_iroh

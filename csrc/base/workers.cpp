@@ -1,12 +1,11 @@
 #include "base/workers.hpp"
 
-#include <unistd.h>
-
 #include <exception>
 #include <memory>
 #include <string>
 #include <utility>
 
+#include "base/fork.hpp"
 #include "base/log.hpp"
 
 namespace torch_iroh {
@@ -100,24 +99,8 @@ void Workers::run() {
   }
 }
 
-struct ProcessWorkers::Owned {
-  explicit Owned(int threads) : workers(threads) {}
-  Workers workers;
-  pid_t pid = getpid();
-};
-
-Workers& ProcessWorkers::get() {
-  for (;;) {
-    Owned* current = owned_.load(std::memory_order_acquire);
-    if (current != nullptr && current->pid == getpid()) return current->workers;
-    auto fresh = std::make_unique<Owned>(threads_);
-    // Never freed: a process may exit while a peer still talks to it, and a parent's threads cannot be joined here.
-    if (owned_.compare_exchange_strong(current, fresh.get())) return fresh.release()->workers;
-  }
-}
-
 Workers& workers() {
-  static ProcessWorkers shared(2);
+  static PerProcess<Workers> shared([] { return std::make_unique<Workers>(2); });
   return shared.get();
 }
 

@@ -46,19 +46,6 @@ class Workers {
   std::vector<std::thread> threads_;
 };
 
-// Threads that live as long as their process: made on first use, never joined. A forked child, which has none of its
-// parent's threads, makes its own.
-class ProcessWorkers {
- public:
-  explicit constexpr ProcessWorkers(int threads) : threads_(threads) {}
-  Workers& get();
-
- private:
-  struct Owned;
-  const int threads_;
-  std::atomic<Owned*> owned_{nullptr};
-};
-
 // The threads that move every group of this process forward: two, started by the first group.
 Workers& workers();
 

@@ -100,7 +100,7 @@ Of this group:
 Of this process; the first group decides, later groups must leave them unset or equal:
     streams (int): data streams per peer at most, 1 to 64; default 8. As many are used as the round-trip time asks for.
     peer_timeout (float): seconds of silence after which a peer is dead; default 3.
-    heartbeat (float): seconds between signs of life; default 0.5, at most half of peer_timeout.
+    heartbeat (float): seconds between signs of life, at most half of peer_timeout; default 0.5, or that half if less.
     connect_timeout (float): seconds to reach a peer; default 10.
     bind (str): "ip:port" to listen on, e.g. "127.0.0.1:0"; default: every interface, any port.
 
@@ -118,6 +118,9 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
         }
         const auto get = [&]<typename T>(const char* name, std::optional<T> none) {
           if (!kwargs.contains(name)) return none;
+          if (py::isinstance<py::bool_>(kwargs[name])) {
+            throw py::type_error(std::string("torch_iroh.Options: ") + name + " must not be a bool");
+          }
           try {
             return kwargs[name].cast<std::optional<T>>();
           } catch (const py::cast_error&) {

@@ -1,5 +1,6 @@
 #include "c10d/options.hpp"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 
@@ -36,7 +37,8 @@ std::optional<std::int64_t> integer_option(const std::optional<std::int64_t>& se
   if (set) return set;
   const auto value = number_option(std::nullopt, variable);
   if (!value) return std::nullopt;
-  if (*value != std::floor(*value)) refuse(variable, "'" + *environment(variable) + "'", "a whole number");
+  if (*value != std::floor(*value) || std::abs(*value) > 1e15)
+    refuse(variable, "'" + *environment(variable) + "'", "a whole number");
   return static_cast<std::int64_t>(*value);
 }
 
@@ -87,6 +89,7 @@ link::NodeOptions IrohOptions::resolved_node_options() const {
   if (const auto value = number_option(peer_timeout, "TORCH_IROH_PEER_TIMEOUT")) {
     within("peer_timeout", *value, 0.2, 3600, " seconds");
     options.link.peer_timeout = seconds(*value);
+    options.link.heartbeat = std::min(options.link.heartbeat, options.link.peer_timeout / 2);
   }
   if (const auto value = number_option(heartbeat, "TORCH_IROH_HEARTBEAT")) {
     within("heartbeat", *value, 0.02, 1200, " seconds");

@@ -77,7 +77,7 @@ c10::intrusive_ptr<IrohOptions> options_for(const char* op, const c10::intrusive
 
 // Threads that wait for devices, one operation each: those that move bytes must never do that.
 Workers& device_waiters() {
-  static ProcessWorkers shared(4);
+  static PerProcess<Workers> shared([] { return std::make_unique<Workers>(4); });
   return shared.get();
 }
 
@@ -166,7 +166,9 @@ void ProcessGroupIroh::eagerConnectSingleDevice(at::Device) {
 }
 
 std::chrono::milliseconds ProcessGroupIroh::timeout_or_default(std::chrono::milliseconds timeout) const {
-  return timeout == ::c10d::kUnsetTimeout ? options_->timeout : timeout;
+  // A century is for ever, and fits the clock.
+  constexpr std::chrono::milliseconds kLongest = std::chrono::hours(24 * 365 * 100);
+  return std::min(timeout == ::c10d::kUnsetTimeout ? options_->timeout : timeout, kLongest);
 }
 
 std::function<void(const std::string&)> ProcessGroupIroh::breaks_group() const {
@@ -283,7 +285,7 @@ WorkPtr ProcessGroupIroh::point_to_point(const char* op, Tensors& tensors, int p
                             : peer < 0 ? "iroh:recvAnySource"
                                        : "iroh:recv",
                             {tensor}, {tensor});
-  one.description.timeout = options_->timeout;
+  one.description.timeout = timeout_or_default(::c10d::kUnsetTimeout);
   one.description.give_up = breaks_group();
   const auto staging = one.description.staging;
 
@@ -291,7 +293,7 @@ WorkPtr ProcessGroupIroh::point_to_point(const char* op, Tensors& tensors, int p
   call.peer = peer;
   call.tag = tag;
   call.what = std::string(name_of(dtype)) + ", " + std::to_string(tensor.numel()) + " elements";
-  call.deadline = after(Clock::now(), options_->timeout);
+  call.deadline = after(Clock::now(), one.description.timeout);
   const std::size_t bytes = static_cast<std::size_t>(tensor.numel()) * size_of(dtype);
   if (sends) {
     auto flat = std::make_shared<FlatInput>(Tensors{tensor}, staging);

@@ -126,7 +126,7 @@ std::string shape_text(const at::Tensor& tensor) {
 }
 
 FlatOutput::FlatOutput(std::vector<at::Tensor> tensors, const StagingPtr& staging, bool load)
-    : tensors_(std::move(tensors)), direct_(!staging && adjacent(tensors_)) {
+    : tensors_(std::move(tensors)), direct_(tensors_.empty() || (!staging && adjacent(tensors_))) {
   if (direct_) return;
   flat_ = staging ? staging->host_memory(tensors_) : new_flat(tensors_);
   if (!load) return;

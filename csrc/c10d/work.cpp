@@ -2,14 +2,17 @@
 
 #include <c10/util/Exception.h>
 
+#include "base/fork.hpp"
+#include "base/patient_workers.hpp"
+
 namespace torch_iroh::c10d_backend {
 namespace {
 
 constexpr auto kExplanation = std::chrono::milliseconds(1000);
 
-// One thread, because a callback that waits for the GIL must not hold up heartbeats or other groups' data.
-Workers& completions() {
-  static ProcessWorkers shared(1);
+// Apart from the threads that move data: a callback may wait for the GIL, or for another operation (PowerSGD's do).
+PatientWorkers& completions() {
+  static PerProcess<PatientWorkers> shared([] { return std::make_unique<PatientWorkers>(64); });
   return shared.get();
 }
 

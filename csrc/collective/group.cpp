@@ -231,27 +231,20 @@ void Group::begin(Queued queued) {
     queue_.push_front(std::move(queued));
     return fail(Error(ErrorKind::invalid, description + ": " + refused.what()), true);
   }
-  current_.emplace(
-      Running{queued.sequence, description, signature, call.timeout, queued.deadline, execution, std::move(call.done)});
+  Past past{description, {}};
+  if (request.op == Op::all_to_all) past.amounts = request.blocks;
+  current_.emplace(Running{queued.sequence, std::move(past), signature, call.timeout, queued.deadline, execution,
+                           std::move(call.done)});
   watch_deadlines();
   run([&] {
-    Message announcement{.kind = MessageKind::call};
-    announcement.sequence = queued.sequence;
-    announcement.text = description;
-    const auto bytes = encode(announcement);
-    for (const int peer : execution->peers()) {
-      const Peer& entry = peers_[static_cast<std::size_t>(peer)];
-      // A rank that said goodbye may have sent already all that this operation needs of it.
-      if (entry.lost && (!entry.left || execution->sends_to(peer))) throw gone(peer);
-      if (!entry.lost) transport_->send_control(peer, bytes);
-    }
+    announce(queued.sequence, request, description, *execution);
     for (int peer = 0; peer < world_; ++peer) {
       auto& calls = peers_[static_cast<std::size_t>(peer)].calls;
       const auto theirs = calls.find(queued.sequence);
       if (theirs == calls.end()) continue;
-      const std::string text = std::move(theirs->second);
+      const Announced announced = std::move(theirs->second);
       calls.erase(theirs);
-      compare(peer, queued.sequence, description, text);
+      compare(peer, queued.sequence, current_->call, announced);
     }
     execution->start();
     const auto early = early_.extract(queued.sequence);
@@ -265,6 +258,26 @@ void Group::begin(Queued queued) {
       if (current_ && peers_[static_cast<std::size_t>(peer)].lost && execution->waits_for(peer)) throw gone(peer);
     }
   });
+}
+
+void Group::announce(std::uint64_t sequence, const Request& request, const std::string& description,
+                     const Execution& execution) {
+  std::vector<bool> needed(static_cast<std::size_t>(world_));
+  for (const int peer : execution.peers()) needed[static_cast<std::size_t>(peer)] = true;
+  // Two ranks of an all_to_all that have nothing for each other must agree on that too.
+  const bool everyone = request.op == Op::all_to_all;
+  Message announcement{.kind = MessageKind::call};
+  announcement.sequence = sequence;
+  announcement.text = description;
+  for (int peer = 0; peer < world_; ++peer) {
+    const auto index = static_cast<std::size_t>(peer);
+    const Peer& entry = peers_[index];
+    // A rank that said goodbye may have sent already all that this operation needs of it.
+    if (needed[index] && entry.lost && (!entry.left || execution.sends_to(peer))) throw gone(peer);
+    if (peer == rank_ || entry.lost || !(needed[index] || everyone)) continue;
+    if (everyone) announcement.bytes = request.send_blocks[index];
+    transport_->send_control(peer, encode(announcement));
+  }
 }
 
 void Group::run(const std::function<void()>& step) {
@@ -418,31 +431,40 @@ void Group::handle_call(int from, const Message& message) {
     entry.allowance_used -= one->second;
     one = entry.ahead.erase(one);
   }
+  const Announced announced{message.text, message.bytes};
   const std::uint64_t next = current_ ? current_->sequence : finished_;
   if (current_ && message.sequence == next) {
-    compare(from, next, current_->description, message.text);
+    compare(from, next, current_->call, announced);
   } else if (message.sequence >= next) {
     if (entry.calls.size() >= kMostCallsAhead) {
       throw Error(ErrorKind::protocol, "rank " + std::to_string(from) + " announces far ahead of what it may");
     }
-    entry.calls.emplace(message.sequence, message.text);
+    entry.calls.emplace(message.sequence, announced);
   } else if (const auto past = history_.find(message.sequence); past != history_.end()) {
     // This rank had nothing to wait for, so it was done before the other's word came.
-    compare(from, message.sequence, past->second, message.text);
+    compare(from, message.sequence, past->second, announced);
   }
   if (!failure()) release_held(from);
 }
 
-void Group::compare(int from, std::uint64_t sequence, const std::string& mine, const std::string& theirs) const {
-  if (theirs == mine) return;
-  throw Error(ErrorKind::mismatch, "the ranks disagree about collective #" + std::to_string(sequence) + ": rank " +
-                                       std::to_string(rank_) + " called " + mine + ", rank " + std::to_string(from) +
-                                       " called " + theirs);
+void Group::compare(int from, std::uint64_t sequence, const Past& mine, const Announced& theirs) const {
+  const auto number = "#" + std::to_string(sequence);
+  const auto us = "rank " + std::to_string(rank_);
+  const auto them = "rank " + std::to_string(from);
+  if (theirs.text != mine.description) {
+    throw Error(ErrorKind::mismatch, "the ranks disagree about collective " + number + ": " + us + " called " +
+                                         mine.description + ", " + them + " called " + theirs.text);
+  }
+  const std::uint64_t expected = mine.amounts.empty() ? 0 : mine.amounts[static_cast<std::size_t>(from)];
+  if (theirs.amount == expected) return;
+  throw Error(ErrorKind::mismatch, "the ranks disagree about " + title_of(sequence, mine.description) + ": " + them +
+                                       " sends " + std::to_string(theirs.amount) + " elements to " + us +
+                                       ", which expects " + std::to_string(expected));
 }
 
 void Group::end_current() {
   const Done done = std::move(current_->done);
-  history_.emplace(current_->sequence, std::move(current_->description));
+  history_.emplace(current_->sequence, std::move(current_->call));
   if (history_.size() > kHistory) history_.erase(history_.begin());
   current_.reset();
   {
@@ -482,14 +504,16 @@ void Group::fail(const Error& given, bool tell_others) {
   if (!closed_) log(LogLevel::info, explain(cause, "group " + options_.name).what());
   if (tell_others) {
     const Error news =
-        late ? Error(cause.kind(), title_of(current_->sequence, current_->description) + ": " + cause.what()) : cause;
+        late ? Error(cause.kind(), title_of(current_->sequence, current_->call.description) + ": " + cause.what())
+             : cause;
     for (int peer = 0; peer < world_; ++peer) {
       if (peer != rank_ && transport_->connected(peer)) tell_failure(peer, news);
     }
   }
   std::vector<std::pair<Done, Error>> ended;
   if (current_) {
-    ended.emplace_back(std::move(current_->done), explain(cause, title_of(current_->sequence, current_->description)));
+    ended.emplace_back(std::move(current_->done),
+                       explain(cause, title_of(current_->sequence, current_->call.description)));
     current_->execution->abandon();
     current_.reset();
   }
@@ -503,7 +527,7 @@ void Group::fail(const Error& given, bool tell_others) {
     done(&error);
     count_in_flight(-1);
   }
-  point_to_point_->fail(explain(cause, "point-to-point"));
+  point_to_point_->fail([&](const std::string& what) { return explain(cause, what); });
   monitored_barrier_->fail(explain(cause, "monitored_barrier"));
   idle_.notify_all();
 }
@@ -523,7 +547,9 @@ std::string Group::title_of(std::uint64_t sequence, const std::string& descripti
 }
 
 Error Group::explain(const Error& cause, const std::string& what) const {
-  return {cause.kind(), "rank " + std::to_string(rank_) + ": " + what + ": " + cause.what()};
+  // News of a time-out elsewhere may begin with this very operation.
+  const std::string text = cause.what();
+  return {cause.kind(), "rank " + std::to_string(rank_) + ": " + (text.starts_with(what) ? "" : what + ": ") + text};
 }
 
 std::string Group::waiting_text() const {
@@ -564,10 +590,10 @@ void Group::on_deadline() {
   if (failure()) return;
   const TimePoint now = Clock::now();
   if (mismatch_until_ <= now) {
-    return fail(
-        Error(ErrorKind::mismatch, "rank " + std::to_string(mismatch_from_) + " called another operation than " +
-                                       (current_ ? current_->description : "this rank") + " (its name did not arrive)"),
-        true);
+    return fail(Error(ErrorKind::mismatch,
+                      "rank " + std::to_string(mismatch_from_) + " called another operation than " +
+                          (current_ ? current_->call.description : "this rank") + " (its name did not arrive)"),
+                true);
   }
   monitored_barrier_->expire(now);
   if (waits_for_memory() && queue_.front().deadline <= now) {

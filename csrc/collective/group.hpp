@@ -94,9 +94,18 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
     CollectiveCall call;
     TimePoint deadline;
   };
+  // What a rank announces, and what this rank expects.
+  struct Announced {
+    std::string text;
+    std::uint64_t amount = 0;  // all_to_all: elements for this rank
+  };
+  struct Past {
+    std::string description;
+    std::vector<std::uint64_t> amounts;  // all_to_all: elements expected from each rank
+  };
   struct Running {
     std::uint64_t sequence;
-    std::string description;
+    Past call;
     std::uint32_t signature;
     Duration timeout;
     TimePoint deadline;
@@ -118,7 +127,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
     bool left = false;
     bool told = false;                             // that the group is broken
     std::uint64_t announced = 0;                   // operations below this number have begun there
-    std::map<std::uint64_t, std::string> calls;    // announced, not begun here
+    std::map<std::uint64_t, Announced> calls;      // announced, not begun here
     std::uint64_t allowance_used = 0;              // bytes sent ahead of its announcements
     std::map<std::uint64_t, std::uint64_t> ahead;  // the same by operation
     std::deque<Held> held;
@@ -140,7 +149,9 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   void handle_data(int from, const transport::Tag& tag, Payload payload);
   void handle_message(int from, const Message& message);
   void handle_call(int from, const Message& message);
-  void compare(int from, std::uint64_t sequence, const std::string& mine, const std::string& theirs) const;
+  void announce(std::uint64_t sequence, const Request& request, const std::string& description,
+                const Execution& execution);
+  void compare(int from, std::uint64_t sequence, const Past& mine, const Announced& theirs) const;
   void end_current();
   void fail(const Error& given, bool tell_others);
   void tell_failure(int peer, const Error& cause);
@@ -167,7 +178,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   std::optional<Running> current_;
   std::vector<Peer> peers_;
   std::map<std::uint64_t, std::vector<Early>> early_;
-  std::map<std::uint64_t, std::string> history_;
+  std::map<std::uint64_t, Past> history_;
   std::unique_ptr<PointToPoint> point_to_point_;
   std::unique_ptr<MonitoredBarrier> monitored_barrier_;
   TimePoint timer_at_ = kNever;

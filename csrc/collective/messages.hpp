@@ -9,7 +9,9 @@
 namespace torch_iroh::collective {
 
 enum class MessageKind : std::uint8_t {
-  call = 1,     // "I have begun operation `sequence`, and this is what it is": bulk data for it may come
+  // "I have begun operation `sequence`, and this is what it is": bulk data for it may come. all_to_all: `bytes` is how
+  // many of its elements are for the receiver.
+  call = 1,
   abort = 2,    // "the group is broken, because `text`"
   offer = 3,    // "I send message `sequence` with `tag`, `bytes` long": point to point
   grant = 4,    // "message `sequence` of yours has a receiver": the rest of it may come

@@ -9,7 +9,20 @@ namespace {
 
 // What one rank may send to another before a receive is posted there, all messages together.
 constexpr std::uint64_t kAllowance = 1 << 20;
-constexpr std::size_t kMostOffers = 16384;
+// Each message counts as this many bytes of it at least.
+constexpr std::uint64_t kLeastCharge = 256;
+// So many messages may be on offer to one receiver; later ones wait for earlier ones to be received. A receiver bears
+// with twice as many.
+constexpr std::size_t kMostOffersAhead = 8192;
+
+std::string title_of_send(const PointToPointCall& call) {
+  return "send to rank " + std::to_string(call.peer) + " (" + call.what + ")";
+}
+
+std::string title_of_recv(const PointToPointCall& call) {
+  const std::string peer = call.peer < 0 ? "anyone" : "rank " + std::to_string(call.peer);
+  return "recv from " + peer + " (" + call.what + ")";
+}
 
 }  // namespace
 
@@ -18,25 +31,33 @@ PointToPoint::PointToPoint(int rank, int world, Group group)
       group_(std::move(group)),
       next_number_(static_cast<std::size_t>(world)),
       allowance_used_(static_cast<std::size_t>(world)),
-      early_bytes_(static_cast<std::size_t>(world)) {}
+      ungranted_(static_cast<std::size_t>(world)),
+      early_bytes_(static_cast<std::size_t>(world)),
+      offers_from_(static_cast<std::size_t>(world)) {}
 
 void PointToPoint::send(PointToPointCall call) {
-  const auto peer = static_cast<std::size_t>(call.peer);
-  const Key key{call.peer, next_number_[peer]++};
-  Message offer{.kind = MessageKind::offer};
-  offer.sequence = key.second;
-  offer.tag = call.tag;
-  offer.bytes = call.from.size();
-  offer.text = call.what;
-  const std::size_t bytes = call.from.size();
   const int to = call.peer;
+  const auto peer = static_cast<std::size_t>(to);
+  const Key key{to, next_number_[peer]++};
   Outgoing& outgoing = outgoing_.emplace(key, Outgoing{std::move(call)}).first->second;
-  group_.tell(to, offer);
-  if (allowance_used_[peer] + bytes <= kAllowance) {
-    allowance_used_[peer] += bytes;
-    outgoing.counted = true;
-    start(key, outgoing);
-  }
+  if (ungranted_[peer] < kMostOffersAhead) return offer(key, outgoing);
+  unoffered_[to].push_back(key.second);
+}
+
+void PointToPoint::offer(const Key& key, Outgoing& outgoing) {
+  const auto peer = static_cast<std::size_t>(key.first);
+  const std::uint64_t charge = std::max<std::uint64_t>(outgoing.call.from.size(), kLeastCharge);
+  Message message{.kind = MessageKind::offer};
+  message.sequence = key.second;
+  message.tag = outgoing.call.tag;
+  message.bytes = outgoing.call.from.size();
+  message.text = outgoing.call.what;
+  ++ungranted_[peer];
+  group_.tell(key.first, message);
+  if (allowance_used_[peer] + charge > kAllowance) return;
+  allowance_used_[peer] += charge;
+  outgoing.charge = charge;
+  start(key, outgoing);
 }
 
 void PointToPoint::start(const Key& key, Outgoing& outgoing) {
@@ -50,7 +71,7 @@ void PointToPoint::start(const Key& key, Outgoing& outgoing) {
     if (found == outgoing_.end()) return;  // failed meanwhile
     if (found->second.chunks_left > 0 && --found->second.chunks_left > 0) return;
     const auto done = std::move(found->second.call.done);
-    if (!found->second.counted) {
+    if (found->second.charge == 0) {
       outgoing_.erase(found);
     } else {
       found->second.call = {};  // only the grant is still to come
@@ -67,14 +88,23 @@ void PointToPoint::start(const Key& key, Outgoing& outgoing) {
 
 void PointToPoint::on_grant(int from, const Message& grant) {
   const Key key{from, grant.sequence};
+  const auto peer = static_cast<std::size_t>(from);
   const auto found = outgoing_.find(key);
-  if (found == outgoing_.end()) return;
+  if (found == outgoing_.end() || found->second.granted) return;
   Outgoing& outgoing = found->second;
-  if (!outgoing.started) return start(key, outgoing);
-  if (outgoing.counted) {
-    outgoing.counted = false;
-    allowance_used_[static_cast<std::size_t>(from)] -= grant.bytes;
+  outgoing.granted = true;
+  --ungranted_[peer];
+  if (!outgoing.started) {
+    start(key, outgoing);
+  } else if (outgoing.charge > 0) {
+    allowance_used_[peer] -= std::exchange(outgoing.charge, 0);
     if (outgoing.chunks_left == 0) outgoing_.erase(found);
+  }
+  auto& waiting = unoffered_[from];
+  while (!waiting.empty() && ungranted_[peer] < kMostOffersAhead) {
+    const Key next{from, waiting.front()};
+    waiting.pop_front();
+    offer(next, outgoing_.at(next));
   }
 }
 
@@ -88,6 +118,7 @@ void PointToPoint::recv(PointToPointCall call) {
   }
   const auto [from, found] = std::move(*offer);
   offers_.erase(offer);
+  --offers_from_[static_cast<std::size_t>(from)];
   match(from, found, call);
 }
 
@@ -97,11 +128,12 @@ void PointToPoint::on_offer(int from, const Message& message) {
     return (one.peer < 0 || one.peer == from) && one.tag == offer.tag;
   });
   if (call == waiting_.end()) {
-    if (offers_.size() >= kMostOffers) {
-      return group_.fail(Error(ErrorKind::protocol, "rank " + std::to_string(from) +
-                                                        " has offered too many messages (" +
-                                                        std::to_string(kMostOffers) + ") that nobody receives"));
+    auto& open = offers_from_[static_cast<std::size_t>(from)];
+    if (open >= 2 * kMostOffersAhead) {
+      return group_.fail(Error(ErrorKind::protocol, "rank " + std::to_string(from) + " offers " + std::to_string(open) +
+                                                        " messages that nobody receives, more than it may"));
     }
+    ++open;
     offers_.emplace_back(from, offer);
     return;
   }
@@ -165,18 +197,23 @@ void PointToPoint::absorb(const Key& key, const transport::Tag& tag, const Paylo
   done(nullptr, key.first);
 }
 
-void PointToPoint::fail(const Error& cause) {
-  std::vector<PointToPointCall> ended;
-  for (auto& [key, outgoing] : outgoing_) ended.push_back(std::move(outgoing.call));
-  for (auto& [key, matched] : matched_) ended.push_back(std::move(matched.call));
-  for (auto& call : waiting_) ended.push_back(std::move(call));
+void PointToPoint::fail(const std::function<Error(const std::string& what)>& explain) {
+  std::vector<std::pair<PointToPointCall, std::string>> ended;
+  const auto end = [&](PointToPointCall& call, const std::string& title) {
+    if (call.done) ended.emplace_back(std::move(call), title);
+  };
+  for (auto& [key, outgoing] : outgoing_) end(outgoing.call, title_of_send(outgoing.call));
+  for (auto& [key, matched] : matched_) end(matched.call, title_of_recv(matched.call));
+  for (auto& call : waiting_) end(call, title_of_recv(call));
   outgoing_.clear();
   matched_.clear();
   waiting_.clear();
   offers_.clear();
   early_.clear();
-  for (const auto& call : ended) {
-    if (call.done) call.done(&cause, -1);
+  unoffered_.clear();
+  for (const auto& [call, title] : ended) {
+    const Error error = explain(title);
+    call.done(&error, -1);
   }
 }
 
@@ -200,19 +237,13 @@ TimePoint PointToPoint::next_deadline() const {
 
 std::optional<std::string> PointToPoint::overdue(TimePoint now) const {
   for (const auto& [key, outgoing] : outgoing_) {
-    if (outgoing.call.done && outgoing.call.deadline <= now) {
-      return "send to rank " + std::to_string(key.first) + " (" + outgoing.call.what + ")";
-    }
+    if (outgoing.call.done && outgoing.call.deadline <= now) return title_of_send(outgoing.call);
   }
   for (const auto& [key, matched] : matched_) {
-    if (matched.call.deadline <= now) {
-      return "recv from rank " + std::to_string(key.first) + " (" + matched.call.what + ")";
-    }
+    if (matched.call.deadline <= now) return title_of_recv(matched.call);
   }
   for (const auto& call : waiting_) {
-    if (call.deadline > now) continue;
-    const std::string peer = call.peer < 0 ? "anyone" : "rank " + std::to_string(call.peer);
-    return "recv from " + peer + " (" + call.what + "), which has not sent it";
+    if (call.deadline <= now) return title_of_recv(call) + ", which has not sent it";
   }
   return std::nullopt;
 }

@@ -55,8 +55,8 @@ class PointToPoint {
   void on_grant(int from, const Message& grant);
   void on_data(int from, const transport::Tag& tag, Payload payload);
 
-  // Everything in flight ends with `cause`.
-  void fail(const Error& cause);
+  // Everything in flight ends with the error that `explain` gives for it: "recv from rank 1 (float32, 4 elements)".
+  void fail(const std::function<Error(const std::string& what)>& explain);
   // Does anything in flight need `rank`? -1: is a message from anyone awaited?
   bool waits_for(int rank) const;
   TimePoint next_deadline() const;
@@ -68,7 +68,8 @@ class PointToPoint {
     PointToPointCall call;
     std::size_t chunks_left = 0;
     bool started = false;
-    bool counted = false;  // in the allowance
+    bool granted = false;
+    std::uint64_t charge = 0;  // in the allowance
   };
   struct Offer {
     std::uint64_t number;
@@ -81,18 +82,22 @@ class PointToPoint {
     std::uint64_t bytes_left = 0;
   };
 
+  void offer(const Key& key, Outgoing& outgoing);
   bool match(int from, const Offer& offer, PointToPointCall& call);
   void start(const Key& key, Outgoing& outgoing);
   void absorb(const Key& key, const transport::Tag& tag, const Payload& payload);
 
   const int rank_;
   const Group group_;
-  std::vector<std::uint64_t> next_number_;     // by receiver
-  std::vector<std::uint64_t> allowance_used_;  // by receiver
-  std::vector<std::uint64_t> early_bytes_;     // by sender: in early_
+  std::vector<std::uint64_t> next_number_;              // by receiver
+  std::vector<std::uint64_t> allowance_used_;           // by receiver
+  std::vector<std::size_t> ungranted_;                  // by receiver: offers that are out
+  std::map<int, std::deque<std::uint64_t>> unoffered_;  // by receiver: messages that wait for grants of others
+  std::vector<std::uint64_t> early_bytes_;              // by sender: in early_
   std::map<Key, Outgoing> outgoing_;
   std::list<PointToPointCall> waiting_;       // receives without an offer, oldest first
   std::deque<std::pair<int, Offer>> offers_;  // offers without a receive, oldest first
+  std::vector<std::size_t> offers_from_;      // by sender: in offers_
   std::map<Key, Matched> matched_;
   std::map<Key, std::vector<std::pair<transport::Tag, Payload>>> early_;  // data of offers without a receive
 };

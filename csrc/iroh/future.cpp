@@ -3,15 +3,16 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "base/fork.hpp"
 #include "iroh/call.hpp"
 
 namespace torch_iroh::iroh {
 
 Workers& pollers() {
-  static ProcessWorkers shared([] {
+  static PerProcess<Workers> shared([] {
     const char* text = std::getenv("TORCH_IROH_POLL_THREADS");
-    return std::clamp(text == nullptr ? 2 : std::atoi(text), 1, 64);
-  }());
+    return std::make_unique<Workers>(std::clamp(text == nullptr ? 2 : std::atoi(text), 1, 64));
+  });
   return shared.get();
 }
 

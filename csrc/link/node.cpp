@@ -174,7 +174,7 @@ void Node::welcome(const iroh::EndpointId& id, const iroh::Connection& connectio
 void Node::refuse(const iroh::EndpointId& id, const iroh::Connection& connection) {
   log_once(LogLevel::warn, "stranger " + iroh::to_hex(id),
            "refused a connection from endpoint " + iroh::short_name(id) + ": no group of this process lists it");
-  connection.close(kCloseNotAMember, "not a member of any group of this process");
+  connection.close(kCloseNotAMember, "not a member of any group of this process, or no longer: it may have left");
 }
 
 void Node::join(std::uint64_t group, std::weak_ptr<GroupSink> sink) {

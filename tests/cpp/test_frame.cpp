@@ -279,6 +279,8 @@ TEST_CASE("message: the bytes are pinned") {
         "6869");
   CHECK(static_cast<int>(MessageKind::call) == 1);
   CHECK(static_cast<int>(MessageKind::grant) == 4);
+  CHECK(static_cast<int>(MessageKind::arrive) == 5);
+  CHECK(static_cast<int>(MessageKind::verdict) == 6);
   // FNV-1a, as published: fnv1a_32("") and fnv1a_32("foobar").
   CHECK(collective::signature_of("") == 0x811c9dc5U);
   CHECK(collective::signature_of("foobar") == 0xbf9cf968U);
@@ -288,7 +290,7 @@ TEST_CASE("message: every message comes back as it went, its text cut at the lim
   std::mt19937_64 random(2);
   for (int round = 0; round < 2000; ++round) {
     Message message;
-    message.kind = static_cast<MessageKind>(1 + random() % 4);
+    message.kind = static_cast<MessageKind>(1 + random() % 6);
     message.sequence = random();
     message.tag = static_cast<std::int32_t>(random());
     message.bytes = random();
@@ -319,7 +321,7 @@ TEST_CASE("message: unknown kinds and wrong lengths are refused") {
   Message message;
   message.text = "text";
   const Bytes good = collective::encode(message);
-  for (const int kind : {0, 5, 255}) {
+  for (const int kind : {0, 7, 255}) {
     Bytes bad = good;
     bad[0] = static_cast<std::byte>(kind);
     expect_refused([&] { collective::decode_message(bad); }, "unknown control message " + std::to_string(kind));
@@ -342,7 +344,7 @@ TEST_CASE("message: fuzz") {
   fuzz(
       [](std::mt19937_64& random) {
         Message message;
-        message.kind = static_cast<MessageKind>(1 + random() % 4);
+        message.kind = static_cast<MessageKind>(1 + random() % 6);
         message.sequence = random() % 100;
         message.text = random_text(random, 40);
         return collective::encode(message);

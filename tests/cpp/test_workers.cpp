@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/patient_workers.hpp"
 #include "base/workers.hpp"
 #include "support.hpp"
 
@@ -250,4 +251,48 @@ TEST_CASE("workers: idle workers use no CPU") {
   std::this_thread::sleep_for(milliseconds(300));
   // Eight threads that spin would use all cores; one that polls every millisecond about 5 ms.
   CHECK(cpu_seconds() - before < 0.060);
+}
+
+TEST_CASE("patient workers: tasks that wait for later ones get a thread each, quick ones share one") {
+  PatientWorkers workers(8);
+  Latch innermost;
+  std::function<void(int)> nest = [&](int depth) {
+    if (depth == 0) return innermost.open();
+    Latch inner;
+    workers.post([&, depth] {
+      nest(depth - 1);
+      inner.open();
+    });
+    inner.wait();
+  };
+  Latch end;
+  workers.post([&] {
+    nest(5);
+    end.open();
+  });
+  CHECK(end.wait());
+  CHECK(innermost.wait());
+  CHECK(workers.threads() <= 7);
+
+  PatientWorkers quick(8);
+  std::atomic<int> done = 0;
+  for (int i = 0; i < 10'000; ++i) quick.post([&] { ++done; });
+  CHECK(eventually([&] { return done == 10'000; }));
+  CHECK(quick.threads() <= 2);
+}
+
+TEST_CASE("patient workers: no more threads than allowed, and everything queued runs before the end") {
+  std::atomic<int> done = 0;
+  {
+    PatientWorkers workers(2);
+    for (int i = 0; i < 6; ++i) {
+      workers.post([&] {
+        std::this_thread::sleep_for(milliseconds(30));
+        ++done;
+      });
+    }
+    std::this_thread::sleep_for(milliseconds(40));
+    CHECK(workers.threads() <= 2);
+  }
+  CHECK(done == 6);
 }

@@ -582,7 +582,8 @@ def test_heartbeat_longer_than_half_of_the_peer_timeout_is_refused():
     with pytest.raises(ValueError, match=r"heartbeat is 2.* at most half of peer_timeout \(3"):
         torch_iroh.Options(heartbeat=2.0)
     with pytest.raises(ValueError, match=r"heartbeat.*at most half of peer_timeout \(800 ms"):
-        torch_iroh.Options(peer_timeout=0.8)
+        torch_iroh.Options(peer_timeout=0.8, heartbeat=0.5)
+    assert torch_iroh.Options(peer_timeout=0.8).heartbeat is None  # half of it, by itself
     assert torch_iroh.Options(heartbeat=2.0, peer_timeout=4.0).heartbeat == 2.0
 
 
