@@ -73,17 +73,26 @@ def test_ddp_trains_as_on_gloo_and_as_one_process(both, world, options):
 
 
 def train_with_hook(rank: int, world: int, kind: str) -> dict[str, Any]:
-    model = DistributedDataParallel(make_model(), bucket_cap_mb=0.002)
+    # A hook whose callbacks start collectives gets one bucket: those of several come in an order that differs by rank.
+    model = DistributedDataParallel(make_model(), bucket_cap_mb=25 if kind.startswith("QUANTIZE") else 0.002)
     register_ddp_comm_hook(DDPCommHookType[kind], model, dist.group.WORLD)
     return train(model, sgd(model), rank)
 
 
-# Not here: BATCHED_POWER_SGD, whose assertion about shapes fails on gloo too.
-@pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS", "QUANTIZE_PER_TENSOR", "NOOP"])
+# Not here: BATCHED_POWER_SGD, whose assertion about shapes fails on gloo too. POWER_SGD and QUANTIZE_*: below.
+@pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS", "NOOP"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_hook_trains_as_on_gloo(both, world, kind):
     # Three halves: gloo rounds after each addition, iroh once.
     both(world, train_with_hook, kind, tolerance=2e-3 if kind == "FP16_COMPRESS" and world == 3 else 1e-6)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_quantization_hook_follows_the_exact_sum(iroh, world):
+    """Not on gloo, whose all_gather future has no list for each rank. Eight bits: losses agree to a few percent."""
+    alone = train_alone(world, STEPS)
+    for rank, result in enumerate(iroh(world, train_with_hook, "QUANTIZE_PER_TENSOR")):
+        compare(result["losses"], [each[rank] for each in alone["losses"]], tolerance=0.05, what=f"rank {rank}")
 
 
 def hook_refused(rank: int, world: int, kind: str) -> list[str]:
@@ -189,8 +198,8 @@ def train_local_sgd(rank: int, world: int, kind: str) -> dict[str, Any]:
     else:
         averager = averagers.PeriodicModelAverager(period=2, warmup_steps=2)
     if kind == "optimizer":
-        return train(model, PostLocalSGDOptimizer(sgd(model), averager), rank)
-    return train(model, sgd(model), rank, averager=averager)
+        return train(model, PostLocalSGDOptimizer(sgd(model), averager), rank, steps=5)
+    return train(model, sgd(model), rank, steps=5, averager=averager)  # the last step ends with an average
 
 
 @pytest.mark.parametrize(("kind", "world"), [("averager", 3), ("optimizer", 3), ("hierarchical", 4)])
@@ -321,7 +330,7 @@ def sync_batch_norm(rank: int, world: int) -> str:
 
 def test_sync_batch_norm_on_cpu_is_refused_by_torch_on_either_backend(both):
     for text in both(2, sync_batch_norm):
-        assert "expected input tensor to be on GPU" in text
+        assert "SyncBatchNorm layers only work with GPU modules" in text
 
 
 def debug_hooks(rank: int, world: int) -> dict[str, Any]:
