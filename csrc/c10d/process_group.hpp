@@ -2,6 +2,7 @@
 // work is done by collective::Group.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
@@ -87,6 +88,7 @@ class ProcessGroupIroh final : public ::c10d::Backend {
 
   c10::intrusive_ptr<IrohOptions> options_;
   ParentOwned<collective::Group> group_;
+  std::atomic<std::uint64_t> sends_{0};
 };
 
 }  // namespace torch_iroh::c10d_backend

@@ -91,6 +91,7 @@ void IrohWork::complete_futures(const std::exception_ptr& failed) {
 }
 
 bool IrohWork::wait(std::chrono::milliseconds timeout) {
+  if (description_.on_wait && !isCompleted()) description_.on_wait();
   {
     std::unique_lock lock(mutex_);
     const auto done = [this] { return completed_; };

@@ -38,6 +38,7 @@ class IrohWork final : public ::c10d::Work {
     std::shared_ptr<Staging> staging;                 // device tensors: their road to host memory and back
     std::function<void()> after;                      // copies flat memory back before anyone sees the result
     std::function<void(const std::string&)> give_up;  // breaks the group
+    std::function<void()> on_wait;                    // the caller is about to block for it
   };
 
   IrohWork(int rank, Description description);

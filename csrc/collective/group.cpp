@@ -70,6 +70,13 @@ Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions
       if (self && result.ok()) self->post(sent);
     });
   };
+  hooks.count_kept = [this](int change) {
+    {
+      const std::lock_guard lock(shared_mutex_);
+      kept_messages_ += change;
+    }
+    idle_.notify_all();
+  };
   hooks.fail = [this](const Error& cause) { fail(cause, true); };
   hooks.chunk_bytes = options_.chunk_bytes;
   monitored_barrier_ = std::make_unique<MonitoredBarrier>(rank_, world_, hooks.tell);
@@ -173,6 +180,12 @@ void Group::recv(PointToPointCall call) {
       return fail(gone(rank_ == 0 ? 1 : 0), true);
     }
     watch_deadlines();
+  });
+}
+
+void Group::caller_waits_for_send(std::uint64_t id) {
+  post([this, id] {
+    if (!failure()) point_to_point_->caller_waits(id);
   });
 }
 
@@ -628,6 +641,8 @@ void Group::shutdown() {
   {
     std::unique_lock lock(shared_mutex_);
     if (!failure_) idle_.wait_for(lock, kFinishGrace, [&] { return in_flight_ == 0 || failure_; });
+    // Messages whose callers have gone on are still owed to their receivers.
+    if (!failure_) idle_.wait_for(lock, kLinger, [&] { return kept_messages_ == 0 || failure_; });
     idle = in_flight_ == 0;
     healthy = !failure_ && idle;
   }

@@ -69,6 +69,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   void release(std::uint64_t sequence);
   void send(PointToPointCall call);
   void recv(PointToPointCall call);  // peer -1: from anyone
+  void caller_waits_for_send(std::uint64_t id);
   void monitored_barrier(MonitoredBarrierCall call);
 
   void connect_all();
@@ -191,6 +192,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   std::optional<Error> failure_;
   std::uint64_t finished_ = 0;
   int in_flight_ = 0;
+  int kept_messages_ = 0;
   TimePoint busy_since_{};
   Duration busy_{};
   std::condition_variable idle_;

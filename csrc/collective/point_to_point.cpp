@@ -44,6 +44,27 @@ void PointToPoint::send(PointToPointCall call) {
   unoffered_[to].push_back(key.second);
 }
 
+void PointToPoint::caller_waits(std::uint64_t id) {
+  for (auto& [key, outgoing] : outgoing_) {
+    if (outgoing.call.id == id && outgoing.call.done) outgoing.caller_waits = true;
+  }
+  if (!offers_.empty()) keep_copies();
+}
+
+void PointToPoint::keep_copies() {
+  std::vector<std::function<void(const Error*, int)>> ended;
+  for (auto& [key, outgoing] : outgoing_) {
+    if (!outgoing.caller_waits || outgoing.started || outgoing.kept) continue;
+    auto copy = std::make_shared<std::vector<std::byte>>(outgoing.call.from.begin(), outgoing.call.from.end());
+    outgoing.call.from = *copy;
+    outgoing.call.keep = std::move(copy);
+    outgoing.kept = true;
+    group_.count_kept(1);
+    ended.push_back(std::exchange(outgoing.call.done, nullptr));
+  }
+  for (const auto& done : ended) done(nullptr, -1);
+}
+
 void PointToPoint::offer(const Key& key, Outgoing& outgoing) {
   const auto peer = static_cast<std::size_t>(key.first);
   const std::uint64_t charge = std::max<std::uint64_t>(outgoing.call.from.size(), kLeastCharge);
@@ -71,6 +92,7 @@ void PointToPoint::start(const Key& key, Outgoing& outgoing) {
     if (found == outgoing_.end()) return;  // failed meanwhile
     if (found->second.chunks_left > 0 && --found->second.chunks_left > 0) return;
     const auto done = std::move(found->second.call.done);
+    if (found->second.kept) group_.count_kept(-1);
     if (found->second.charge == 0) {
       outgoing_.erase(found);
     } else {
@@ -135,6 +157,7 @@ void PointToPoint::on_offer(int from, const Message& message) {
     }
     ++open;
     offers_.emplace_back(from, offer);
+    keep_copies();
     return;
   }
   PointToPointCall found = std::move(*call);
@@ -205,6 +228,9 @@ void PointToPoint::fail(const std::function<Error(const std::string& what)>& exp
   for (auto& [key, outgoing] : outgoing_) end(outgoing.call, title_of_send(outgoing.call));
   for (auto& [key, matched] : matched_) end(matched.call, title_of_recv(matched.call));
   for (auto& call : waiting_) end(call, title_of_recv(call));
+  for (const auto& [key, outgoing] : outgoing_) {
+    if (outgoing.kept) group_.count_kept(-1);
+  }
   outgoing_.clear();
   matched_.clear();
   waiting_.clear();

@@ -32,6 +32,7 @@ struct PointToPointCall {
   std::span<std::byte> to;          // recv
   std::string what;                 // "float32, 12 elements": equal on both sides
   std::shared_ptr<void> keep;
+  std::uint64_t id = 0;  // send: for caller_waits()
   TimePoint deadline = kNever;
   std::function<void(const Error*, int source)> done;
 };
@@ -43,6 +44,7 @@ class PointToPoint {
     std::function<void(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()>)>
         transmit;
     std::function<void(const Error& cause)> fail;  // tells the others too
+    std::function<void(int change)> count_kept;    // messages that this rank keeps for a receiver, with no caller left
     std::size_t chunk_bytes;
   };
 
@@ -50,6 +52,10 @@ class PointToPoint {
 
   void send(PointToPointCall call);
   void recv(PointToPointCall call);
+  // The caller of send `id` does nothing else until it is done. While other ranks have messages for this one that it
+  // does not receive, that may be for ever (two ranks that send to each other): then the message is copied, and is
+  // done.
+  void caller_waits(std::uint64_t id);
 
   void on_offer(int from, const Message& offer);
   void on_grant(int from, const Message& grant);
@@ -69,6 +75,8 @@ class PointToPoint {
     std::size_t chunks_left = 0;
     bool started = false;
     bool granted = false;
+    bool caller_waits = false;
+    bool kept = false;         // a copy, which nobody waits for
     std::uint64_t charge = 0;  // in the allowance
   };
   struct Offer {
@@ -83,6 +91,7 @@ class PointToPoint {
   };
 
   void offer(const Key& key, Outgoing& outgoing);
+  void keep_copies();
   bool match(int from, const Offer& offer, PointToPointCall& call);
   void start(const Key& key, Outgoing& outgoing);
   void absorb(const Key& key, const transport::Tag& tag, const Payload& payload);

@@ -379,3 +379,64 @@ def test_bf16_hook_averages_within_bfloat16_and_equally_on_all_ranks(run, store,
         assert not torch.equal(exact, compressed)
         bound = 2**-7 * exact.abs().max()  # every rank's part and the sum are rounded to 8 bits
         assert (exact - compressed).abs().max() <= bound
+
+
+# ---- messages ----
+
+
+def send_first(rank: int, world: int, store: str, count: int) -> tuple[float, float]:
+    """Every rank sends to its neighbour before it receives, and leaves at once when it has what it wanted."""
+    join(rank, world, store)
+    mine = torch.full((count,), float(rank))
+    got = torch.empty(count)
+    dist.send(mine, (rank + 1) % world)
+    mine.fill_(-1.0)  # ours again
+    if rank == 0:
+        time.sleep(0.3)
+    dist.recv(got, (rank - 1) % world)
+    dist.destroy_process_group()
+    return got[0].item(), got[-1].item()
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+@pytest.mark.parametrize("count", [1, 3_000_017])
+def test_blocking_sends_against_each_other_arrive_whole(run, store, world, count):
+    expected = [(float((rank - 1) % world),) * 2 for rank in range(world)]
+    assert run(world, send_first, world, store, count) == expected
+
+
+def send_ahead(rank: int, world: int, store: str, count: int) -> bool:
+    join(rank, world, store)
+    right = True
+    if rank == 0:
+        works = [dist.isend(torch.tensor([float(index)]), 1) for index in range(count)]
+        for work in works:
+            work.wait()
+    else:
+        time.sleep(1)
+        for index in range(count):
+            got = torch.empty(1)
+            dist.recv(got, 0)
+            right = right and got.item() == index
+    dist.destroy_process_group()
+    return right
+
+
+def test_twenty_thousand_messages_may_wait_for_a_receiver(run, store):
+    assert run(2, send_ahead, 2, store, 20_000, deadline=100) == [True, True]
+
+
+def uneven_to_nothing(rank: int, world: int, store: str) -> str:
+    join_and_sum(rank, world, store)
+    sends = [0, 0] if rank == 0 else [2, 0]
+    wants = [0, 2] if rank == 0 else [2, 0]  # rank 1 waits for two elements that rank 0 does not have for it
+    error = attempt(lambda: dist.all_to_all_single(torch.empty(2), torch.empty(sum(sends)), wants, sends))
+    if rank == 0:
+        time.sleep(0.5)
+    dist.destroy_process_group()
+    return error.error
+
+
+def test_all_to_all_that_disagrees_to_zero_names_both_amounts(run, store):
+    errors = run(2, uneven_to_nothing, 2, store)
+    assert any("sends 0 elements to rank 1, which expects 2" in error for error in errors), errors
