@@ -79,7 +79,7 @@ CALLERS = {
 # Why a virtual keeps the definition of c10d::Backend. Every one that is not overridden must be here.
 INHERITED = {
     "allocateTensor": "torch's own allocators serve",
-    "enableCollectivesTiming": "raises, as on gloo",
+    "enableCollectivesTiming": "raises; gloo times its collectives, we count them in torch_iroh.stats",
     "endCoalescing": "not called",
     "getMemAllocator": "raises, as on gloo",
     "getMemoryStats": "raises, as on gloo",
