@@ -1,29 +1,21 @@
+// The life of a group: what is submitted, what begins and ends, and leaving. What comes in and goes out is in
+// group_traffic.cpp, how it breaks in group_failure.cpp.
 #include "collective/group.hpp"
 
 #include <algorithm>
 #include <utility>
 
-#include "base/log.hpp"
-#include "base/rank_text.hpp"
 #include "collective/planner.hpp"
 
 namespace torch_iroh::collective {
 namespace {
 
-// What one rank may send to another ahead of its announcement: enough for small operations to need no round trip.
-constexpr std::uint64_t kAllowance = 1 << 20;
-// Chunks of a foreign operation overtake its announcement by less than this, or something else is wrong.
-constexpr Duration kNameFollows = milliseconds(1000);
 // So many finished operations are remembered, to compare late announcements with.
 constexpr std::size_t kHistory = 256;
-// A rank gets ahead of another by operations that need nothing of it; each counts as this many bytes at least.
-constexpr std::uint64_t kLeastCharge = 256;
-constexpr std::size_t kMostCallsAhead = 8192;
 constexpr Duration kFinishGrace = milliseconds(500);
 constexpr Duration kLinger = milliseconds(60000);
 // When the group is broken: enough to tell the others why.
 constexpr Duration kFarewell = milliseconds(500);
-constexpr int kAnyone = -1;
 
 // Nothing to move on any rank, as every rank knows. Such a call still waits for all: else a rank that meant another
 // call would be left alone with it.
@@ -38,11 +30,6 @@ Request empty_request(const Request& request) {
   barrier.rank = request.rank;
   barrier.world = request.world;
   return barrier;
-}
-
-// Gloo begins so, and programs look for it.
-std::string timed_out(Duration limit, int rank) {
-  return "Timed out waiting " + whole_milliseconds(limit) + "ms on rank " + std::to_string(rank);
 }
 
 }  // namespace
@@ -273,26 +260,6 @@ void Group::begin(Queued queued) {
   });
 }
 
-void Group::announce(std::uint64_t sequence, const Request& request, const std::string& description,
-                     const Execution& execution) {
-  std::vector<bool> needed(static_cast<std::size_t>(world_));
-  for (const int peer : execution.peers()) needed[static_cast<std::size_t>(peer)] = true;
-  // Two ranks of an all_to_all that have nothing for each other must agree on that too.
-  const bool everyone = request.op == Op::all_to_all;
-  Message announcement{.kind = MessageKind::call};
-  announcement.sequence = sequence;
-  announcement.text = description;
-  for (int peer = 0; peer < world_; ++peer) {
-    const auto index = static_cast<std::size_t>(peer);
-    const Peer& entry = peers_[index];
-    // A rank that said goodbye may have sent already all that this operation needs of it.
-    if (needed[index] && entry.lost && (!entry.left || execution.sends_to(peer))) throw gone(peer);
-    if (peer == rank_ || entry.lost || !(needed[index] || everyone)) continue;
-    if (everyone) announcement.bytes = request.send_blocks[index];
-    transport_->send_control(peer, encode(announcement));
-  }
-}
-
 void Group::run(const std::function<void()>& step) {
   try {
     step();
@@ -301,178 +268,6 @@ void Group::run(const std::function<void()>& step) {
   } catch (const std::exception& error) {
     fail(Error(ErrorKind::invalid, error.what()), true);
   }
-}
-
-void Group::send_chunk(int peer, const transport::Tag& tag, std::span<const std::byte> bytes,
-                       std::function<void()> sent) {
-  // `sent` holds the execution, and with it the memory, until the transport has let go of it.
-  auto done = [weak = weak_from_this(), sent = std::move(sent)](Result<Nothing> result) mutable {
-    const auto self = weak.lock();
-    if (!self || !result.ok()) return;  // on_lost tells why
-    self->post([self = self.get(), sent = std::move(sent)] {
-      self->run(sent);
-      self->advance();
-    });
-  };
-  Peer& entry = peers_[static_cast<std::size_t>(peer)];
-  const bool waits = !entry.held.empty() && tag.sequence >= entry.announced;
-  if (waits || !may_send(entry, tag.sequence, bytes.size())) {
-    entry.held.push_back({tag, bytes, std::move(done)});
-    return;
-  }
-  transmit(peer, tag, bytes, std::move(done));
-}
-
-bool Group::may_send(Peer& peer, std::uint64_t sequence, std::size_t bytes) const {
-  if (sequence < peer.announced) return true;
-  const std::uint64_t charge = std::max<std::uint64_t>(bytes, kLeastCharge);
-  if (peer.allowance_used + charge > kAllowance) return false;
-  peer.allowance_used += charge;
-  peer.ahead[sequence] += charge;
-  return true;
-}
-
-bool Group::alone() const {
-  for (int peer = 0; peer < world_; ++peer) {
-    if (peer != rank_ && !peers_[static_cast<std::size_t>(peer)].lost) return false;
-  }
-  return true;
-}
-
-Error Group::gone(int peer) const {
-  const Error& why = *peers_[static_cast<std::size_t>(peer)].lost;
-  return {why.kind(), "rank " + std::to_string(peer) + " is gone: " + why.what()};
-}
-
-void Group::transmit(int peer, const transport::Tag& tag, std::span<const std::byte> bytes, transport::SendDone done) {
-  transport_->send(peer, tag, bytes, std::move(done));
-}
-
-void Group::release_held(int peer) {
-  Peer& entry = peers_[static_cast<std::size_t>(peer)];
-  while (!entry.held.empty() && may_send(entry, entry.held.front().tag.sequence, entry.held.front().bytes.size())) {
-    Held held = std::move(entry.held.front());
-    entry.held.pop_front();
-    transmit(peer, held.tag, held.bytes, std::move(held.done));
-  }
-}
-
-void Group::on_data(int from, const transport::Tag& tag, Payload payload) {
-  const std::size_t bytes = payload.size();
-  if (!inbox_.enter(bytes)) return;
-  post([this, from, tag, payload = std::move(payload), bytes]() mutable {
-    inbox_.leave(bytes);
-    if (failure()) return;
-    run([&] { handle_data(from, tag, std::move(payload)); });
-    advance();
-  });
-}
-
-void Group::handle_data(int from, const transport::Tag& tag, Payload payload) {
-  if ((tag.sequence & kPointToPointBit) != 0) return point_to_point_->on_data(from, tag, std::move(payload));
-  const std::uint64_t next = current_ ? current_->sequence : finished_;
-  if (!current_ || tag.sequence > next) {
-    if (tag.sequence < next) return;
-    auto& early = early_[tag.sequence];
-    auto& bytes = peers_[static_cast<std::size_t>(from)].early_bytes;
-    bytes += payload.size();
-    if (bytes > 2 * kAllowance) {
-      throw Error(ErrorKind::protocol, "rank " + std::to_string(from) + " sends far ahead of what it may");
-    }
-    early.push_back({from, tag, std::move(payload)});
-    return;
-  }
-  if (tag.sequence < next) return;
-  if (tag.signature != current_->signature) {
-    // The announcement of that call comes on another lane, with its name.
-    if (mismatch_until_ == kNever) {
-      mismatch_until_ = after(Clock::now(), kNameFollows);
-      mismatch_from_ = from;
-      watch_deadlines();
-    }
-    return;
-  }
-  try {
-    current_->execution->on_data(from, tag, std::move(payload));
-  } catch (const Error& error) {
-    throw Error(error.kind(), "rank " + std::to_string(from) + ": " + error.what());
-  }
-}
-
-void Group::on_control(int from, Payload payload) {
-  const std::size_t bytes = payload.size();
-  if (!inbox_.enter(bytes)) return;
-  post([this, from, payload = std::move(payload), bytes] {
-    inbox_.leave(bytes);
-    run([&] {
-      try {
-        handle_message(from, decode_message(payload.bytes()));
-      } catch (const Error& error) {
-        if (error.kind() != ErrorKind::protocol) throw;
-        throw Error(error.kind(), "rank " + std::to_string(from) + " sent a bad message: " + error.what());
-      }
-    });
-    advance();
-  });
-}
-
-void Group::handle_message(int from, const Message& message) {
-  if (const auto failed = failure()) {
-    // Whoever still turns to this rank has not heard of it.
-    const bool asks =
-        message.kind == MessageKind::call || message.kind == MessageKind::offer || message.kind == MessageKind::arrive;
-    if (asks && !closed_) tell_failure(from, *failed);
-    return;
-  }
-  switch (message.kind) {
-    case MessageKind::call: return handle_call(from, message);
-    case MessageKind::abort:
-      // Each rank passes the news on once, so it reaches ranks that have no link to the one who saw it.
-      return fail(Error(ErrorKind::peer_gone, message.text + " (reported by rank " + std::to_string(from) + ")"), true);
-    case MessageKind::offer: return point_to_point_->on_offer(from, message);
-    case MessageKind::grant: return point_to_point_->on_grant(from, message);
-    case MessageKind::arrive: return monitored_barrier_->on_arrive(from, message);
-    case MessageKind::verdict: return monitored_barrier_->on_verdict(from, message);
-  }
-}
-
-void Group::handle_call(int from, const Message& message) {
-  Peer& entry = peers_[static_cast<std::size_t>(from)];
-  entry.announced = std::max(entry.announced, message.sequence + 1);
-  // What was sent ahead for this operation is expected now; what is ahead of it still counts.
-  for (auto one = entry.ahead.begin(); one != entry.ahead.end() && one->first < entry.announced;) {
-    entry.allowance_used -= one->second;
-    one = entry.ahead.erase(one);
-  }
-  const Announced announced{message.text, message.bytes};
-  const std::uint64_t next = current_ ? current_->sequence : finished_;
-  if (current_ && message.sequence == next) {
-    compare(from, next, current_->call, announced);
-  } else if (message.sequence >= next) {
-    if (entry.calls.size() >= kMostCallsAhead) {
-      throw Error(ErrorKind::protocol, "rank " + std::to_string(from) + " announces far ahead of what it may");
-    }
-    entry.calls.emplace(message.sequence, announced);
-  } else if (const auto past = history_.find(message.sequence); past != history_.end()) {
-    // This rank had nothing to wait for, so it was done before the other's word came.
-    compare(from, message.sequence, past->second, announced);
-  }
-  if (!failure()) release_held(from);
-}
-
-void Group::compare(int from, std::uint64_t sequence, const Past& mine, const Announced& theirs) const {
-  const auto number = "#" + std::to_string(sequence);
-  const auto us = "rank " + std::to_string(rank_);
-  const auto them = "rank " + std::to_string(from);
-  if (theirs.text != mine.description) {
-    throw Error(ErrorKind::mismatch, "the ranks disagree about collective " + number + ": " + us + " called " +
-                                         mine.description + ", " + them + " called " + theirs.text);
-  }
-  const std::uint64_t expected = mine.amounts.empty() ? 0 : mine.amounts[static_cast<std::size_t>(from)];
-  if (theirs.amount == expected) return;
-  throw Error(ErrorKind::mismatch, "the ranks disagree about " + title_of(sequence, mine.description) + ": " + them +
-                                       " sends " + std::to_string(theirs.amount) + " elements to " + us +
-                                       ", which expects " + std::to_string(expected));
 }
 
 void Group::end_current() {
@@ -486,141 +281,6 @@ void Group::end_current() {
   }
   done(nullptr);
   count_in_flight(-1);
-}
-
-void Group::on_lost(int rank, bool left, const Error& cause) {
-  post([this, rank, left, cause] {
-    Peer& entry = peers_[static_cast<std::size_t>(rank)];
-    if (entry.lost) return;
-    entry.lost = cause;
-    entry.left = left;
-    const bool needed = (current_ && current_->execution->waits_for(rank)) || point_to_point_->waits_for(rank) ||
-                        (alone() && point_to_point_->waits_for(kAnyone));
-    // A rank that said goodbye had all it needed; it is missed only by an operation that waits for it.
-    if (left && !needed) return;
-    if (!closed_) fail(Error(cause.kind(), "rank " + std::to_string(rank) + " is gone: " + cause.what()), true);
-  });
-}
-
-void Group::abort(const Error& cause) {
-  post([this, cause] { fail(cause, true); });
-}
-
-void Group::fail(const Error& given, bool tell_others) {
-  const bool late = given.kind() == ErrorKind::timeout && current_;
-  const Error cause(given.kind(), given.what() + (late ? waiting_text() : ""));
-  {
-    const std::lock_guard lock(shared_mutex_);
-    if (failure_) return;
-    failure_ = cause;
-  }
-  if (!closed_) log(LogLevel::info, explain(cause, "group " + options_.name).what());
-  if (tell_others) {
-    const Error news =
-        late ? Error(cause.kind(), title_of(current_->sequence, current_->call.description) + ": " + cause.what())
-             : cause;
-    for (int peer = 0; peer < world_; ++peer) {
-      if (peer != rank_ && transport_->connected(peer)) tell_failure(peer, news);
-    }
-  }
-  std::vector<std::pair<Done, Error>> ended;
-  if (current_) {
-    ended.emplace_back(std::move(current_->done),
-                       explain(cause, title_of(current_->sequence, current_->call.description)));
-    current_->execution->abandon();
-    current_.reset();
-  }
-  for (Queued& queued : queue_) {
-    ended.emplace_back(std::move(queued.call.done), explain(cause, title_of(queued.sequence, describe(queued.call))));
-  }
-  queue_.clear();
-  early_.clear();
-  for (Peer& peer : peers_) peer.held.clear();
-  for (const auto& [done, error] : ended) {
-    done(&error);
-    count_in_flight(-1);
-  }
-  point_to_point_->fail([&](const std::string& what) { return explain(cause, what); });
-  monitored_barrier_->fail(explain(cause, "monitored_barrier"));
-  idle_.notify_all();
-}
-
-void Group::tell_failure(int peer, const Error& cause) {
-  Peer& entry = peers_[static_cast<std::size_t>(peer)];
-  if (entry.lost || std::exchange(entry.told, true)) return;
-  Message news{.kind = MessageKind::abort};
-  news.text = cause.what();
-  news.text = news.text.substr(0, news.text.find(" (reported by "));  // once is enough on a long way
-  transport_->send_control(peer, encode(news));
-}
-
-std::string Group::title_of(std::uint64_t sequence, const std::string& description) const {
-  const auto name = description.substr(0, description.find('('));
-  return name + " #" + std::to_string(sequence) + description.substr(name.size());
-}
-
-Error Group::explain(const Error& cause, const std::string& what) const {
-  // News of a time-out elsewhere may begin with this very operation.
-  const std::string text = cause.what();
-  return {cause.kind(), "rank " + std::to_string(rank_) + ": " + (text.starts_with(what) ? "" : what + ": ") + text};
-}
-
-std::string Group::waiting_text() const {
-  const auto waiting = current_->execution->waiting_for();
-  if (waiting.empty()) return "";
-  std::vector<int> silent;
-  for (const int rank : waiting) {
-    if (peers_[static_cast<std::size_t>(rank)].announced <= current_->sequence) silent.push_back(rank);
-  }
-  std::string text = "; still waiting for " + ranks_text(waiting);
-  if (!silent.empty()) text += " (" + ranks_text(silent) + " never began this operation)";
-  return text;
-}
-
-std::optional<Error> Group::failure() const {
-  const std::lock_guard lock(shared_mutex_);
-  return failure_;
-}
-
-void Group::watch_deadlines() {
-  TimePoint next = std::min({point_to_point_->next_deadline(), monitored_barrier_->next_deadline(), mismatch_until_});
-  if (current_) next = std::min(next, current_->deadline);
-  if (waits_for_memory()) next = std::min(next, queue_.front().deadline);
-  if (next >= timer_at_) return;  // an earlier timer looks again when it fires
-  timer_at_ = next;
-  workers().at(next, [weak = weak_from_this(), next] {
-    if (const auto self = weak.lock()) {
-      self->post([self = self.get(), next] {
-        if (self->timer_at_ != next) return;
-        self->timer_at_ = kNever;
-        self->on_deadline();
-      });
-    }
-  });
-}
-
-void Group::on_deadline() {
-  if (failure()) return;
-  const TimePoint now = Clock::now();
-  if (mismatch_until_ <= now) {
-    return fail(Error(ErrorKind::mismatch,
-                      "rank " + std::to_string(mismatch_from_) + " called another operation than " +
-                          (current_ ? current_->call.description : "this rank") + " (its name did not arrive)"),
-                true);
-  }
-  monitored_barrier_->expire(now);
-  if (waits_for_memory() && queue_.front().deadline <= now) {
-    return fail(Error(ErrorKind::timeout,
-                      timed_out(queue_.front().call.timeout, rank_) + ", whose device has not handed over its data"),
-                true);
-  }
-  if (current_ && current_->deadline <= now) {
-    return fail(Error(ErrorKind::timeout, timed_out(current_->timeout, rank_)), true);
-  }
-  if (const auto overdue = point_to_point_->overdue(now)) {
-    return fail(Error(ErrorKind::timeout, "rank " + std::to_string(rank_) + ": " + *overdue + ": timed out"), true);
-  }
-  watch_deadlines();
 }
 
 void Group::count_in_flight(int change) {

@@ -90,6 +90,8 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   void on_lost(int rank, bool left, const Error& cause) override;
 
  private:
+  static constexpr int kAnyone = -1;
+
   struct Queued {
     std::uint64_t sequence;
     CollectiveCall call;

@@ -1,0 +1,167 @@
+// How a group breaks: deadlines, lost ranks, the one first cause, and the words in which everyone hears of it.
+#include <algorithm>
+#include <utility>
+
+#include "base/log.hpp"
+#include "base/rank_text.hpp"
+#include "collective/group.hpp"
+#include "collective/planner.hpp"
+
+namespace torch_iroh::collective {
+namespace {
+
+// Gloo begins so, and programs look for it.
+std::string timed_out(Duration limit, int rank) {
+  return "Timed out waiting " + whole_milliseconds(limit) + "ms on rank " + std::to_string(rank);
+}
+
+}  // namespace
+
+bool Group::alone() const {
+  for (int peer = 0; peer < world_; ++peer) {
+    if (peer != rank_ && !peers_[static_cast<std::size_t>(peer)].lost) return false;
+  }
+  return true;
+}
+
+Error Group::gone(int peer) const {
+  const Error& why = *peers_[static_cast<std::size_t>(peer)].lost;
+  return {why.kind(), "rank " + std::to_string(peer) + " is gone: " + why.what()};
+}
+
+void Group::on_lost(int rank, bool left, const Error& cause) {
+  post([this, rank, left, cause] {
+    Peer& entry = peers_[static_cast<std::size_t>(rank)];
+    if (entry.lost) return;
+    entry.lost = cause;
+    entry.left = left;
+    const bool needed = (current_ && current_->execution->waits_for(rank)) || point_to_point_->waits_for(rank) ||
+                        (alone() && point_to_point_->waits_for(kAnyone));
+    // A rank that said goodbye had all it needed; it is missed only by an operation that waits for it.
+    if (left && !needed) return;
+    if (!closed_) fail(Error(cause.kind(), "rank " + std::to_string(rank) + " is gone: " + cause.what()), true);
+  });
+}
+
+void Group::abort(const Error& cause) {
+  post([this, cause] { fail(cause, true); });
+}
+
+void Group::fail(const Error& given, bool tell_others) {
+  const bool late = given.kind() == ErrorKind::timeout && current_;
+  const Error cause(given.kind(), given.what() + (late ? waiting_text() : ""));
+  {
+    const std::lock_guard lock(shared_mutex_);
+    if (failure_) return;
+    failure_ = cause;
+  }
+  if (!closed_) log(LogLevel::info, explain(cause, "group " + options_.name).what());
+  if (tell_others) {
+    const Error news =
+        late ? Error(cause.kind(), title_of(current_->sequence, current_->call.description) + ": " + cause.what())
+             : cause;
+    for (int peer = 0; peer < world_; ++peer) {
+      if (peer != rank_ && transport_->connected(peer)) tell_failure(peer, news);
+    }
+  }
+  std::vector<std::pair<Done, Error>> ended;
+  if (current_) {
+    ended.emplace_back(std::move(current_->done),
+                       explain(cause, title_of(current_->sequence, current_->call.description)));
+    current_->execution->abandon();
+    current_.reset();
+  }
+  for (Queued& queued : queue_) {
+    ended.emplace_back(std::move(queued.call.done), explain(cause, title_of(queued.sequence, describe(queued.call))));
+  }
+  queue_.clear();
+  early_.clear();
+  for (Peer& peer : peers_) peer.held.clear();
+  for (const auto& [done, error] : ended) {
+    done(&error);
+    count_in_flight(-1);
+  }
+  point_to_point_->fail([&](const std::string& what) { return explain(cause, what); });
+  monitored_barrier_->fail(explain(cause, "monitored_barrier"));
+  idle_.notify_all();
+}
+
+void Group::tell_failure(int peer, const Error& cause) {
+  Peer& entry = peers_[static_cast<std::size_t>(peer)];
+  if (entry.lost || std::exchange(entry.told, true)) return;
+  Message news{.kind = MessageKind::abort};
+  news.text = cause.what();
+  news.text = news.text.substr(0, news.text.find(" (reported by "));  // once is enough on a long way
+  transport_->send_control(peer, encode(news));
+}
+
+std::string Group::title_of(std::uint64_t sequence, const std::string& description) const {
+  const auto name = description.substr(0, description.find('('));
+  return name + " #" + std::to_string(sequence) + description.substr(name.size());
+}
+
+Error Group::explain(const Error& cause, const std::string& what) const {
+  // News of a time-out elsewhere may begin with this very operation.
+  const std::string text = cause.what();
+  return {cause.kind(), "rank " + std::to_string(rank_) + ": " + (text.starts_with(what) ? "" : what + ": ") + text};
+}
+
+std::string Group::waiting_text() const {
+  const auto waiting = current_->execution->waiting_for();
+  if (waiting.empty()) return "";
+  std::vector<int> silent;
+  for (const int rank : waiting) {
+    if (peers_[static_cast<std::size_t>(rank)].announced <= current_->sequence) silent.push_back(rank);
+  }
+  std::string text = "; still waiting for " + ranks_text(waiting);
+  if (!silent.empty()) text += " (" + ranks_text(silent) + " never began this operation)";
+  return text;
+}
+
+std::optional<Error> Group::failure() const {
+  const std::lock_guard lock(shared_mutex_);
+  return failure_;
+}
+
+void Group::watch_deadlines() {
+  TimePoint next = std::min({point_to_point_->next_deadline(), monitored_barrier_->next_deadline(), mismatch_until_});
+  if (current_) next = std::min(next, current_->deadline);
+  if (waits_for_memory()) next = std::min(next, queue_.front().deadline);
+  if (next >= timer_at_) return;  // an earlier timer looks again when it fires
+  timer_at_ = next;
+  workers().at(next, [weak = weak_from_this(), next] {
+    if (const auto self = weak.lock()) {
+      self->post([self = self.get(), next] {
+        if (self->timer_at_ != next) return;
+        self->timer_at_ = kNever;
+        self->on_deadline();
+      });
+    }
+  });
+}
+
+void Group::on_deadline() {
+  if (failure()) return;
+  const TimePoint now = Clock::now();
+  if (mismatch_until_ <= now) {
+    return fail(Error(ErrorKind::mismatch,
+                      "rank " + std::to_string(mismatch_from_) + " called another operation than " +
+                          (current_ ? current_->call.description : "this rank") + " (its name did not arrive)"),
+                true);
+  }
+  monitored_barrier_->expire(now);
+  if (waits_for_memory() && queue_.front().deadline <= now) {
+    return fail(Error(ErrorKind::timeout,
+                      timed_out(queue_.front().call.timeout, rank_) + ", whose device has not handed over its data"),
+                true);
+  }
+  if (current_ && current_->deadline <= now) {
+    return fail(Error(ErrorKind::timeout, timed_out(current_->timeout, rank_)), true);
+  }
+  if (const auto overdue = point_to_point_->overdue(now)) {
+    return fail(Error(ErrorKind::timeout, "rank " + std::to_string(rank_) + ": " + *overdue + ": timed out"), true);
+  }
+  watch_deadlines();
+}
+
+}  // namespace torch_iroh::collective
