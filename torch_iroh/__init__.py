@@ -41,6 +41,8 @@ _HOMES = {
     "stats": "torch_iroh._statistics",
 }
 
+_MODULES = {"hooks"}
+
 
 def _autoload() -> None:
     """Entry point of torch's backend autoload: must neither fail nor do anything but register."""
@@ -55,8 +57,8 @@ def __getattr__(name: str) -> Any:
         from torch_iroh._native import torch_module
 
         return torch_module().Options
-    if name == "hooks":
-        return importlib.import_module("torch_iroh.hooks")
+    if name in _MODULES:
+        return importlib.import_module(f"torch_iroh.{name}")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'torch_iroh' has no attribute {name!r}")

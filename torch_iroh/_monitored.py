@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_FOR_EVER = timedelta(days=36_500)
+
+
 def monitored_barrier(
     group: ProcessGroup | None = None,
     timeout: timedelta | float | None = None,
@@ -35,5 +38,9 @@ def monitored_barrier(
     outside: object = dist.GroupMember.NON_GROUP_MEMBER
     if group is outside:
         return
-    limit = timeout if isinstance(timeout, timedelta) or timeout is None else timedelta(seconds=timeout)
+    limit = timeout
+    if limit is not None and not isinstance(limit, timedelta):
+        limit = timedelta(seconds=min(limit, _FOR_EVER.total_seconds()))
+    if limit is not None:
+        limit = min(limit, _FOR_EVER)
     iroh_backend(group).monitored_barrier(timeout=limit, wait_all_ranks=wait_all_ranks)

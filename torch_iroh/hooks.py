@@ -2,8 +2,9 @@
 
 >>> model.register_comm_hook(None, torch_iroh.hooks.bf16_compress)  # doctest: +SKIP
 
-torch's own hooks work too (``allreduce_hook``, ``fp16_compress_hook``, PowerSGD, ...), but for the bf16 ones, which DDP
-refuses by name unless the backend is NCCL.
+torch's own hooks work too (``allreduce_hook``, ``fp16_compress_hook``, and PowerSGD with one bucket: with several, its
+callbacks issue collectives in an order that differs by rank, on every backend). The bf16 ones DDP refuses by name
+unless the backend is NCCL.
 """
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with the types themselves.

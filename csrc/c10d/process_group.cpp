@@ -300,8 +300,8 @@ WorkPtr ProcessGroupIroh::point_to_point(const char* op, Tensors& tensors, int p
     call.from = {flat->data(), bytes};
     call.keep = flat;
     call.id = ++sends_;
-    one.description.on_wait = [weak = std::weak_ptr(group_.shared()), id = call.id] {
-      if (const auto alive = weak.lock()) alive->caller_waits_for_send(id);
+    one.description.on_wait = [weak = std::weak_ptr(group_.shared()), peer, id = call.id] {
+      if (const auto alive = weak.lock()) alive->caller_waits_for_send(peer, id);
     };
     // Messages go out in the order of the calls, so the caller waits for its device here.
     if (staging && staging->end_of_loads()) staging->wait_until_loaded();

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include "c10d/operation.hpp"
 
@@ -11,6 +12,8 @@ namespace torch_iroh::c10d_backend {
 namespace {
 
 using collective::Op;
+
+constexpr std::int64_t kMostItems = std::int64_t{1} << 40;
 
 struct Sparse {
   at::Tensor target;
@@ -47,7 +50,12 @@ struct Sparse {
 // The blocks that each rank contributes when every item is `width` elements.
 std::vector<std::uint64_t> blocks_of(const Sparse& sparse, std::int64_t width) {
   std::vector<std::uint64_t> blocks;
-  for (const std::int64_t count : sparse.counts) blocks.push_back(static_cast<std::uint64_t>(count * width));
+  for (const std::int64_t count : sparse.counts) {
+    if (count < 0 || count > kMostItems) {
+      throw Error(ErrorKind::protocol, "a rank has " + std::to_string(count) + " items in a sparse tensor");
+    }
+    blocks.push_back(static_cast<std::uint64_t>(count * width));
+  }
   return blocks;
 }
 
@@ -69,7 +77,7 @@ void Operation::add_sparse_all_reduce(const at::Tensor& tensor, const ::c10d::Re
   sparse->own_count = sparse->values.size(0);
   sparse->counts.resize(static_cast<std::size_t>(world_));
   const DType dtype = dtype_of(sparse->values, op);
-  const std::int64_t width = std::max<std::int64_t>(1, c10::multiply_integers(sparse->values.sizes().slice(1)));
+  const std::int64_t width = c10::multiply_integers(sparse->values.sizes().slice(1));
   reduce_op_of(average ? ::c10d::ReduceOp::AVG : ::c10d::ReduceOp::SUM, dtype, op);
 
   Part& count = add(Op::all_gather, 0, DType::int64);
@@ -99,6 +107,7 @@ void Operation::add_sparse_all_reduce(const at::Tensor& tensor, const ::c10d::Re
   };
   values.after = [sparse, average, staging = description.staging, world = world_] {
     const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;  // as for dense tensors: inference tensors too
     at::Tensor sum = sparse->sum();
     if (average)
       sum = at::_sparse_coo_tensor_unsafe(sum.indices(), sum.values() / world, sum.sizes())._coalesced_(true);

@@ -16,6 +16,12 @@ PatientWorkers& completions() {
   return shared.get();
 }
 
+// Copies results to where they belong. Not on the threads above: callbacks that wait for these may hold all of them.
+Workers& copiers() {
+  static PerProcess<Workers> shared([] { return std::make_unique<Workers>(1); });
+  return shared.get();
+}
+
 }  // namespace
 
 std::shared_ptr<void> released_with_futures(std::shared_ptr<void> kept) {
@@ -48,15 +54,14 @@ void IrohWork::finish(c10::intrusive_ptr<IrohWork> work, const Error* error, int
     work->outcome_ = error->kind() == ErrorKind::timeout ? ::c10d::WorkResult::TIMEOUT : ::c10d::WorkResult::COMM_ERROR;
   }
   const std::exception_ptr failed = error == nullptr ? nullptr : to_torch(*error);
-  const bool copies = !failed && work->description_.after;
-  if (!copies) work->Work::finish(failed);
-  completions().post([work = std::move(work), failed, copies] {
-    std::exception_ptr outcome = failed;
-    if (copies) {
-      outcome = work->copy_back();
-      work->Work::finish(outcome);
-    }
-    work->complete_futures(outcome);
+  const auto end = [](c10::intrusive_ptr<IrohWork> done, const std::exception_ptr& outcome) {
+    done->Work::finish(outcome);
+    completions().post([done = std::move(done), outcome] { done->complete_futures(outcome); });
+  };
+  if (failed || !work->description_.after) return end(std::move(work), failed);
+  copiers().post([work = std::move(work), end]() mutable {
+    const std::exception_ptr outcome = work->copy_back();
+    end(std::move(work), outcome);
   });
 }
 

@@ -119,6 +119,9 @@ void Group::monitored_barrier(MonitoredBarrierCall call) {
       return call.done(&error);
     }
     monitored_barrier_->begin(std::move(call));
+    for (int peer = 0; peer < world_; ++peer) {
+      if (peers_[static_cast<std::size_t>(peer)].lost) monitored_barrier_->on_lost(peer, gone(peer));
+    }
     watch_deadlines();
   });
 }
@@ -170,9 +173,9 @@ void Group::recv(PointToPointCall call) {
   });
 }
 
-void Group::caller_waits_for_send(std::uint64_t id) {
-  post([this, id] {
-    if (!failure()) point_to_point_->caller_waits(id);
+void Group::caller_waits_for_send(int peer, std::uint64_t id) {
+  post([this, peer, id] {
+    if (!failure()) run([&] { point_to_point_->caller_waits(peer, id); });
   });
 }
 

@@ -69,7 +69,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   void release(std::uint64_t sequence);
   void send(PointToPointCall call);
   void recv(PointToPointCall call);  // peer -1: from anyone
-  void caller_waits_for_send(std::uint64_t id);
+  void caller_waits_for_send(int peer, std::uint64_t id);
   void monitored_barrier(MonitoredBarrierCall call);
 
   void connect_all();

@@ -35,6 +35,11 @@ void Group::on_lost(int rank, bool left, const Error& cause) {
     if (entry.lost) return;
     entry.lost = cause;
     entry.left = left;
+    if (const std::size_t dropped = point_to_point_->drop_kept(rank); dropped > 0 && !failure()) {
+      log(LogLevel::warn, "rank " + std::to_string(rank_) + ": " + std::to_string(dropped) + " messages that rank " +
+                              std::to_string(rank) + " never received are dropped: " + gone(rank).what());
+    }
+    monitored_barrier_->on_lost(rank, gone(rank));
     const bool needed = (current_ && current_->execution->waits_for(rank)) || point_to_point_->waits_for(rank) ||
                         (alone() && point_to_point_->waits_for(kAnyone));
     // A rank that said goodbye had all it needed; it is missed only by an operation that waits for it.

@@ -100,20 +100,35 @@ void MonitoredBarrier::expire(TimePoint now) {
     const std::uint64_t number = one->first;
     const Waiting waiting = std::move(one->second);
     one = waiting_.erase(one);
-    give_up(number, waiting);
+    give_up(number, waiting, "");
   }
 }
 
-void MonitoredBarrier::give_up(std::uint64_t number, const Waiting& waiting) {
+void MonitoredBarrier::on_lost(int rank, const Error& gone) {
+  for (auto one = waiting_.begin(); one != waiting_.end();) {
+    const std::uint64_t number = one->first;
+    const bool missed = rank_ == 0 ? arrived_[static_cast<std::size_t>(rank)] <= number : rank == 0;
+    if (!missed) {
+      ++one;
+      continue;
+    }
+    const Waiting waiting = std::move(one->second);
+    one = waiting_.erase(one);
+    give_up(number, waiting, gone.what());
+  }
+}
+
+void MonitoredBarrier::give_up(std::uint64_t number, const Waiting& waiting, const std::string& why) {
   const std::string limit = whole_milliseconds(waiting.call.timeout) + " ms";
   if (rank_ != 0) {
-    const Error error = reached_but(rank_, "nothing heard within " + limit);
+    const Error error = reached_but(rank_, why.empty() ? "nothing heard within " + limit : why);
     return waiting.call.done(&error);
   }
   const std::vector<int> absent = missing(number);
   const std::string who =
       waiting.call.name_all ? "Ranks " + numbers_text(absent) : "Rank " + std::to_string(absent.front());
-  const Error error(ErrorKind::timeout, prefix(0) + who + " failed to pass monitoredBarrier in " + limit);
+  const Error error(ErrorKind::timeout,
+                    prefix(0) + who + " failed to pass monitoredBarrier in " + limit + (why.empty() ? "" : ": " + why));
   Message verdict{.kind = MessageKind::verdict};
   verdict.sequence = number;
   verdict.text = error.what();

@@ -31,6 +31,8 @@ class MonitoredBarrier {
   void begin(MonitoredBarrierCall call);
   void on_arrive(int from, const Message& arrive);    // rank 0
   void on_verdict(int from, const Message& verdict);  // the others
+  // Ends what waits for a rank that will not come.
+  void on_lost(int rank, const Error& gone);
 
   // Everything in flight ends with `cause`.
   void fail(const Error& cause);
@@ -44,7 +46,7 @@ class MonitoredBarrier {
   };
   std::vector<int> missing(std::uint64_t number) const;
   void release();
-  void give_up(std::uint64_t number, const Waiting& waiting);
+  void give_up(std::uint64_t number, const Waiting& waiting, const std::string& why);
 
   const int rank_;
   const Tell tell_;

@@ -14,6 +14,9 @@ constexpr std::uint64_t kLeastCharge = 256;
 // So many messages may be on offer to one receiver; later ones wait for earlier ones to be received. A receiver bears
 // with twice as many.
 constexpr std::size_t kMostOffersAhead = 8192;
+// Copies of messages whose callers have gone on; one message may be larger by itself.
+constexpr std::uint64_t kMostKept = 64 << 20;
+constexpr std::uint64_t kLeastKeptCharge = 4096;
 
 std::string title_of_send(const PointToPointCall& call) {
   return "send to rank " + std::to_string(call.peer) + " (" + call.what + ")";
@@ -44,25 +47,55 @@ void PointToPoint::send(PointToPointCall call) {
   unoffered_[to].push_back(key.second);
 }
 
-void PointToPoint::caller_waits(std::uint64_t id) {
-  for (auto& [key, outgoing] : outgoing_) {
-    if (outgoing.call.id == id && outgoing.call.done) outgoing.caller_waits = true;
+void PointToPoint::caller_waits(int peer, std::uint64_t id) {
+  // It is one of the newest, as a rule the last.
+  for (auto one = outgoing_.upper_bound(Key{peer, ~std::uint64_t{0}}); one != outgoing_.begin();) {
+    --one;
+    if (one->first.first != peer) return;
+    if (one->second.call.id != id) continue;
+    if (one->second.started || !one->second.call.done) return;
+    blocked_.push_back(one->first);
+    if (!offers_.empty()) keep_copies();
+    return;
   }
-  if (!offers_.empty()) keep_copies();
 }
 
 void PointToPoint::keep_copies() {
   std::vector<std::function<void(const Error*, int)>> ended;
-  for (auto& [key, outgoing] : outgoing_) {
-    if (!outgoing.caller_waits || outgoing.started || outgoing.kept) continue;
-    auto copy = std::make_shared<std::vector<std::byte>>(outgoing.call.from.begin(), outgoing.call.from.end());
-    outgoing.call.from = *copy;
-    outgoing.call.keep = std::move(copy);
-    outgoing.kept = true;
+  std::erase_if(blocked_, [&](const Key& key) {
+    const auto found = outgoing_.find(key);
+    if (found == outgoing_.end() || found->second.started || !found->second.call.done) return true;
+    PointToPointCall& call = found->second.call;
+    const std::uint64_t charge = std::max<std::uint64_t>(call.from.size(), kLeastKeptCharge);
+    if (kept_bytes_ > 0 && kept_bytes_ + charge > kMostKept) return false;
+    auto copy = std::make_shared<std::vector<std::byte>>(call.from.begin(), call.from.end());
+    call.from = *copy;
+    call.keep = std::move(copy);
+    found->second.kept = charge;
+    kept_bytes_ += charge;
     group_.count_kept(1);
-    ended.push_back(std::exchange(outgoing.call.done, nullptr));
-  }
+    ended.push_back(std::exchange(call.done, nullptr));
+    return true;
+  });
   for (const auto& done : ended) done(nullptr, -1);
+}
+
+void PointToPoint::release_kept(Outgoing& outgoing) {
+  if (outgoing.kept == 0) return;
+  kept_bytes_ -= std::exchange(outgoing.kept, 0);
+  group_.count_kept(-1);
+}
+
+std::size_t PointToPoint::drop_kept(int peer) {
+  std::size_t dropped = 0;
+  for (auto one = outgoing_.begin(); one != outgoing_.end();) {
+    const bool drop = one->first.first == peer && one->second.kept > 0;
+    if (drop) release_kept(one->second);
+    dropped += drop ? 1 : 0;
+    one = drop ? outgoing_.erase(one) : std::next(one);
+  }
+  unoffered_.erase(peer);
+  return dropped;
 }
 
 void PointToPoint::offer(const Key& key, Outgoing& outgoing) {
@@ -92,7 +125,8 @@ void PointToPoint::start(const Key& key, Outgoing& outgoing) {
     if (found == outgoing_.end()) return;  // failed meanwhile
     if (found->second.chunks_left > 0 && --found->second.chunks_left > 0) return;
     const auto done = std::move(found->second.call.done);
-    if (found->second.kept) group_.count_kept(-1);
+    release_kept(found->second);
+    if (!blocked_.empty() && !offers_.empty()) keep_copies();  // there may be room for the next
     if (found->second.charge == 0) {
       outgoing_.erase(found);
     } else {
@@ -126,7 +160,7 @@ void PointToPoint::on_grant(int from, const Message& grant) {
   while (!waiting.empty() && ungranted_[peer] < kMostOffersAhead) {
     const Key next{from, waiting.front()};
     waiting.pop_front();
-    offer(next, outgoing_.at(next));
+    if (const auto one = outgoing_.find(next); one != outgoing_.end()) offer(next, one->second);
   }
 }
 
@@ -228,9 +262,8 @@ void PointToPoint::fail(const std::function<Error(const std::string& what)>& exp
   for (auto& [key, outgoing] : outgoing_) end(outgoing.call, title_of_send(outgoing.call));
   for (auto& [key, matched] : matched_) end(matched.call, title_of_recv(matched.call));
   for (auto& call : waiting_) end(call, title_of_recv(call));
-  for (const auto& [key, outgoing] : outgoing_) {
-    if (outgoing.kept) group_.count_kept(-1);
-  }
+  for (auto& [key, outgoing] : outgoing_) release_kept(outgoing);
+  blocked_.clear();
   outgoing_.clear();
   matched_.clear();
   waiting_.clear();

@@ -54,8 +54,9 @@ class PointToPoint {
   void recv(PointToPointCall call);
   // The caller of send `id` does nothing else until it is done. While other ranks have messages for this one that it
   // does not receive, that may be for ever (two ranks that send to each other): then the message is copied, and is
-  // done.
-  void caller_waits(std::uint64_t id);
+  // done, as long as the copies are not too many.
+  void caller_waits(int peer, std::uint64_t id);
+  std::size_t drop_kept(int peer);  // of a rank that will not receive them; how many they were
 
   void on_offer(int from, const Message& offer);
   void on_grant(int from, const Message& grant);
@@ -75,8 +76,7 @@ class PointToPoint {
     std::size_t chunks_left = 0;
     bool started = false;
     bool granted = false;
-    bool caller_waits = false;
-    bool kept = false;         // a copy, which nobody waits for
+    std::uint64_t kept = 0;    // charge for a copy, which nobody waits for
     std::uint64_t charge = 0;  // in the allowance
   };
   struct Offer {
@@ -92,6 +92,7 @@ class PointToPoint {
 
   void offer(const Key& key, Outgoing& outgoing);
   void keep_copies();
+  void release_kept(Outgoing& outgoing);
   bool match(int from, const Offer& offer, PointToPointCall& call);
   void start(const Key& key, Outgoing& outgoing);
   void absorb(const Key& key, const transport::Tag& tag, const Payload& payload);
@@ -104,6 +105,8 @@ class PointToPoint {
   std::map<int, std::deque<std::uint64_t>> unoffered_;  // by receiver: messages that wait for grants of others
   std::vector<std::uint64_t> early_bytes_;              // by sender: in early_
   std::map<Key, Outgoing> outgoing_;
+  std::vector<Key> blocked_;  // their callers wait, and they have not started
+  std::uint64_t kept_bytes_ = 0;
   std::list<PointToPointCall> waiting_;       // receives without an offer, oldest first
   std::deque<std::pair<int, Offer>> offers_;  // offers without a receive, oldest first
   std::vector<std::size_t> offers_from_;      // by sender: in offers_

@@ -21,7 +21,7 @@ def test_all_is_sorted_and_every_name_in_it_exists():
 
 
 def test_all_names_every_public_name():
-    public = {name for name in torch_iroh._HOMES if not name.startswith("_")} | {"Options"}
+    public = {name for name in torch_iroh._HOMES if not name.startswith("_")} | {"Options"} | torch_iroh._MODULES
     assert public == set(torch_iroh.__all__)
 
 

@@ -440,3 +440,76 @@ def uneven_to_nothing(rank: int, world: int, store: str) -> str:
 def test_all_to_all_that_disagrees_to_zero_names_both_amounts(run, store):
     errors = run(2, uneven_to_nothing, 2, store)
     assert any("sends 0 elements to rank 1, which expects 2" in error for error in errors), errors
+
+
+def leave_unread(rank: int, world: int, store: str) -> tuple[float, str]:
+    join(rank, world, store)
+    if rank == 1:
+        dist.send(torch.ones(1), 0)  # never received
+        time.sleep(1)  # the other's message is on offer
+        dist.destroy_process_group()
+        return 0.0, ""
+    dist.send(torch.ones(1_000_000), 1)  # kept for rank 1, which has a message here and leaves
+    begun = time.monotonic()
+    dist.destroy_process_group()
+    return time.monotonic() - begun, ""
+
+
+def test_a_message_kept_for_a_rank_that_left_holds_nobody_up(run, store):
+    assert run(2, leave_unread, 2, store)[0][0] < 5
+
+
+def head_leaves(rank: int, world: int, store: str) -> str:
+    join_and_sum(rank, world, store)
+    if rank == 0:
+        dist.destroy_process_group()
+        return ""
+    made = attempt(lambda: torch_iroh.monitored_barrier(timeout=30))
+    dist.destroy_process_group()
+    assert made.took < 5, made
+    return made.error
+
+
+def test_monitored_barrier_ends_when_rank_0_leaves(run, store):
+    assert "rank 0 is gone" in run(2, head_leaves, 2, store)[1]
+
+
+def odd_sparse(rank: int, world: int, store: str) -> tuple[torch.Size, torch.Tensor]:
+    join(rank, world, store)
+    nothing = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 0, 4), (5, 0, 4))
+    dist.all_reduce(nothing)
+    with torch.inference_mode():
+        inferred = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1), (3,))
+        dist.all_reduce(inferred)
+        dense = inferred.to_dense()
+    dist.destroy_process_group()
+    return nothing.to_dense().shape, dense.clone()
+
+
+def test_sparse_tensors_without_width_and_of_inference_mode(run, store):
+    for shape, dense in run(2, odd_sparse, 2, store):
+        assert shape == (5, 0, 4)
+        assert dense.tolist() == [1.0, 1.0, 0.0]
+
+
+def many_waiting_callbacks(rank: int, world: int, store: str, count: int) -> int:
+    join(rank, world, store)
+    other = dist.new_group()
+
+    def then(done: Any) -> int:
+        strided = torch.ones(4, 6)[:, ::2]  # its result is copied back
+        dist.all_reduce(strided, group=other)
+        return int(strided.sum())
+
+    futures = [
+        dist.all_reduce(torch.ones(3), async_op=True).get_future().then(then)  # more than there are threads for them
+        for _ in range(count)
+    ]
+    sums = {future.wait() for future in futures}
+    dist.destroy_process_group()
+    assert sums == {12 * world}
+    return count
+
+
+def test_a_hundred_callbacks_may_wait_for_operations_of_another_group(run, store):
+    assert run(2, many_waiting_callbacks, 2, store, 100) == [100, 100]
