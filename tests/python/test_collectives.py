@@ -384,7 +384,7 @@ def scenario_wrong_ops(rank: int, dtype: str) -> Ledger:
             try:
                 call()
                 ledger.complain(label, "accepted")
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:  # torch itself refuses some, with ValueError
                 ledger.true(label, re.search(text, str(error)) is not None, f"unclear: {error}")
     dist.barrier()  # and the group still works
     ledger.checks += 1
@@ -392,7 +392,7 @@ def scenario_wrong_ops(rank: int, dtype: str) -> Ledger:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_reduce_op_without_meaning_raises_value_error(run, dtype):
+def test_reduce_op_without_meaning_is_refused_by_name(run, dtype):
     run(2, scenario_wrong_ops, dtype)
 
 
