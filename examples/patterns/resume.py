@@ -1,6 +1,6 @@
 """A run that goes on after a crash: distributed checkpoints, and torchrun, which starts the ranks again.
 
-    torchrun --nproc-per-node=2 --max-restarts=1 examples/patterns/resume.py --folder /tmp/run [--crash-at 7]
+    torchrun --nproc-per-node=2 --max-restarts=1 examples/patterns/resume.py --folder runs/resume [--crash-at 7]
 
 `--crash-at` ends one rank in its first life. The result is that of a run that was never interrupted.
 """
