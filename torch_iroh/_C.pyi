@@ -6,6 +6,7 @@ class Options:
     chunk_bytes: int | None
     algorithm: str | None
     connect: str | None
+    shared_memory: str | None
     streams: int | None
     peer_timeout: float | None
     heartbeat: float | None
@@ -19,6 +20,7 @@ class Options:
         chunk_bytes: int | None = None,
         algorithm: str | None = None,
         connect: str | None = None,
+        shared_memory: str | None = None,
         streams: int | None = None,
         peer_timeout: float | None = None,
         heartbeat: float | None = None,

@@ -52,7 +52,7 @@ WorkPtr ProcessGroupIroh::broadcast(Tensors& tensors, const ::c10d::BroadcastOpt
   check_rank("broadcast", "root", opts.rootRank, size_);
   Operation all = operation("broadcast", ::c10d::OpType::BROADCAST, "iroh:broadcast", tensors, tensors);
   all.add_reduce(Op::broadcast, tensor, {}, static_cast<int>(opts.rootRank));
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // DDP buckets and comm hooks, FSDP, DTensor, functional collectives; sparse embeddings' gradients too
@@ -63,7 +63,7 @@ WorkPtr ProcessGroupIroh::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
   const at::Tensor& tensor = only_tensor("allreduce", tensors);
   Operation all = operation("allreduce", ::c10d::OpType::ALLREDUCE, "iroh:all_reduce", tensors, tensors);
   all.add_reduce(Op::all_reduce, tensor, opts.reduceOp, 0);
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 WorkPtr ProcessGroupIroh::allreduce_sparse(Tensors& tensors, const ::c10d::AllreduceOptions& opts) {
@@ -71,7 +71,7 @@ WorkPtr ProcessGroupIroh::allreduce_sparse(Tensors& tensors, const ::c10d::Allre
               tensors.size());
   Operation all = operation("allreduce", ::c10d::OpType::_ALLREDUCE_SPARSE, "iroh:all_reduce", tensors, tensors);
   all.add_sparse_all_reduce(tensors.front(), opts.reduceOp);
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // all_reduce_coalesced, the coalescing manager, functional collectives
@@ -82,7 +82,7 @@ WorkPtr ProcessGroupIroh::allreduce_coalesced(Tensors& tensors, const ::c10d::Al
     check_tensor(op, tensor);
     all.add_reduce(Op::all_reduce, tensor, opts.reduceOp, 0);
   }
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 WorkPtr ProcessGroupIroh::reduce(Tensors& tensors, const ::c10d::ReduceOptions& opts) {
@@ -90,7 +90,7 @@ WorkPtr ProcessGroupIroh::reduce(Tensors& tensors, const ::c10d::ReduceOptions& 
   check_rank("reduce", "root", opts.rootRank, size_);
   Operation all = operation("reduce", ::c10d::OpType::REDUCE, "iroh:reduce", tensors, tensors);
   all.add_reduce(Op::reduce, tensor, opts.reduceOp, static_cast<int>(opts.rootRank));
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // object collectives, DDP verify, FSDP1 on CPU, ZeRO, checkpoints
@@ -101,7 +101,7 @@ WorkPtr ProcessGroupIroh::allgather(TensorLists& outputs, Tensors& inputs, const
   Operation all = operation("allgather", ::c10d::OpType::ALLGATHER, "iroh:all_gather", inputs, list);
   all.add_gather(Op::all_gather, list, inputs, 0);
   all.give_lists(outputs);
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // all_gather_into_tensor, FSDP2 forward
@@ -126,7 +126,7 @@ WorkPtr ProcessGroupIroh::allgather_coalesced(TensorLists& outputs, Tensors& inp
     all.add_gather(Op::all_gather, list, {inputs[i]}, 0);
   }
   all.give_lists(outputs);
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // every functional all-gather (DTensor, compile), the coalescing manager
@@ -138,7 +138,7 @@ WorkPtr ProcessGroupIroh::allgather_into_tensor_coalesced(Tensors& outputs, Tens
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     all.add_gather(Op::all_gather, all.split_evenly("the output", outputs[i], inputs[i]), {inputs[i]}, 0);
   }
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // gather_object, checkpoint planner
@@ -155,7 +155,7 @@ WorkPtr ProcessGroupIroh::gather(TensorLists& outputs, Tensors& inputs, const ::
   }
   Operation all = operation("gather", ::c10d::OpType::GATHER, "iroh:gather", inputs, list);
   all.add_gather(Op::gather, list, inputs, static_cast<int>(opts.rootRank));
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // scatter_object_list, distribute_tensor
@@ -172,7 +172,7 @@ WorkPtr ProcessGroupIroh::scatter(Tensors& outputs, TensorLists& inputs, const :
   }
   Operation all = operation("scatter", ::c10d::OpType::SCATTER, "iroh:scatter", list, outputs);
   all.add_gather(Op::scatter, outputs, list, static_cast<int>(opts.rootRank));
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 WorkPtr ProcessGroupIroh::reduce_scatter(Tensors& outputs, TensorLists& inputs,
@@ -183,7 +183,7 @@ WorkPtr ProcessGroupIroh::reduce_scatter(Tensors& outputs, TensorLists& inputs,
   check_list_length(op, "input", list.size(), size_);
   Operation all = operation(op, ::c10d::OpType::REDUCE_SCATTER, "iroh:reduce_scatter", list, outputs);
   all.add_reduce_scatter(output, list, opts.reduceOp);
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // reduce_scatter_tensor, FSDP1 and FSDP2 backward
@@ -203,7 +203,7 @@ WorkPtr ProcessGroupIroh::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     all.add_reduce_scatter(outputs[i], all.split_evenly("the input", inputs[i], outputs[i]), opts.reduceOp);
   }
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // all_to_all_single, functional collectives, expert parallelism
@@ -214,7 +214,7 @@ WorkPtr ProcessGroupIroh::alltoall_base(at::Tensor& output, at::Tensor& input, s
   check_tensor(op, input);
   Operation all = operation(op, ::c10d::OpType::ALLTOALL_BASE, "iroh:all_to_all", {input}, {output});
   all.add_gather(Op::all_to_all, all.split_by(output, output_splits), all.split_by(input, input_splits), 0);
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 // all_to_all (which gloo lacks), the backward pass of all_gather
@@ -223,13 +223,13 @@ WorkPtr ProcessGroupIroh::alltoall(Tensors& outputs, Tensors& inputs, const ::c1
   check_list_length("alltoall", "input", inputs.size(), size_);
   Operation all = operation("alltoall", ::c10d::OpType::ALLTOALL, "iroh:all_to_all", inputs, outputs);
   all.add_gather(Op::all_to_all, outputs, inputs, 0);
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 WorkPtr ProcessGroupIroh::barrier(const ::c10d::BarrierOptions& opts) {
   Operation all = operation("barrier", ::c10d::OpType::BARRIER, "iroh:barrier", {}, {});
   all.add_barrier();
-  return submit(std::move(all), opts.timeout);
+  return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
 }  // namespace torch_iroh::c10d_backend

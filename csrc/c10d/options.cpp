@@ -80,6 +80,17 @@ bool IrohOptions::resolved_eager() const {
   return name == "eager";
 }
 
+transport::Sharing IrohOptions::resolved_shared_memory() const {
+  using transport::Sharing;
+  const std::string name = text_option(shared_memory, "TORCH_IROH_SHARED_MEMORY").value_or("auto");
+  if (name != "auto" && name != "buffered" && name != "off") {
+    refuse("shared_memory", "'" + name + "'", "'auto', 'buffered', 'off'");
+  }
+  // Who asks for an algorithm means one between processes that send to each other.
+  if (name == "off" || resolved_algorithm()) return Sharing::none;
+  return name == "auto" ? Sharing::direct : Sharing::windows;
+}
+
 link::NodeOptions IrohOptions::resolved_node_options() const {
   link::NodeOptions options = link::Node::running_options().value_or(link::NodeOptions{});
   if (const auto value = integer_option(streams, "TORCH_IROH_STREAMS")) {

@@ -11,6 +11,7 @@
 
 #include "collective/schedule.hpp"
 #include "link/node.hpp"
+#include "transport/membership.hpp"
 
 namespace torch_iroh::c10d_backend {
 
@@ -20,9 +21,10 @@ struct IrohOptions final : ::c10d::Backend::Options {
   IrohOptions() : ::c10d::Backend::Options("iroh") {}
 
   // Of this group.
-  std::optional<std::int64_t> chunk_bytes;  // default 256 KiB; the smallest of all ranks counts
-  std::optional<std::string> algorithm;     // "auto" (default), "ring", "direct"
-  std::optional<std::string> connect;       // "lazy" (default): on first use; "eager": all peers at once
+  std::optional<std::int64_t> chunk_bytes;   // default 256 KiB; the smallest of all ranks counts
+  std::optional<std::string> algorithm;      // "auto" (default), "ring", "direct"
+  std::optional<std::string> connect;        // "lazy" (default): on first use; "eager": all peers at once
+  std::optional<std::string> shared_memory;  // "auto" (default): between ranks of one host; "buffered", "off"
   // Of this process: the first group decides.
   std::optional<std::int64_t> streams;  // data streams per peer at most, default 8
   Seconds peer_timeout;                 // silence after which a peer is dead, default 3
@@ -34,6 +36,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   std::uint32_t resolved_chunk_bytes() const;
   std::optional<collective::Algorithm> resolved_algorithm() const;
   bool resolved_eager() const;
+  transport::Sharing resolved_shared_memory() const;
   // Values that nobody set are those of the node that already runs, if one does.
   link::NodeOptions resolved_node_options() const;
 };

@@ -61,9 +61,10 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   request.chunk_bytes = options.resolved_chunk_bytes();
   request.members = numbers_text(options.global_ranks_in_group);
   request.timeout = options.timeout;
+  request.sharing = options.resolved_shared_memory();
   auto joined = transport::join_group(adapter, link::Node::shared(node_options), request);
   group_options.chunk_bytes = joined.chunk_bytes;
-  auto group = collective::Group::make(std::move(joined.transport), group_options);
+  auto group = collective::Group::make(std::move(joined.transport), group_options, std::move(joined.team));
   if (eager) group->connect_all();
   return group;
 }
@@ -177,7 +178,7 @@ std::function<void(const std::string&)> ProcessGroupIroh::breaks_group() const {
   };
 }
 
-WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds timeout) {
+WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for) {
   collective::Group& target = group();
   IrohWork::Description& description = operation.description;
   description.timeout = timeout_or_default(timeout);
@@ -211,6 +212,7 @@ WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds 
   for (Operation::Part& part : operation.parts) {
     part.call.timeout = limit;
     part.call.held = held;
+    part.call.drives = waited_for;
     part.call.work.keep = released_with_futures(std::move(part.call.work.keep));
     part.call.done = [work, joint](const Error* error) mutable {
       if (error != nullptr) {

@@ -82,7 +82,8 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   std::chrono::milliseconds timeout_or_default(std::chrono::milliseconds timeout) const;
   std::function<void(const std::string&)> breaks_group() const;
   Operation operation(const char* op, ::c10d::OpType type, const char* title, Tensors inputs, Tensors outputs) const;
-  WorkPtr submit(Operation operation, std::chrono::milliseconds timeout);
+  // `waited_for`: the caller waits before it does anything else.
+  WorkPtr submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for);
   void release_when_loaded(const std::shared_ptr<Staging>& staging, std::vector<std::uint64_t> sequences) const;
   WorkPtr point_to_point(const char* op, Tensors& tensors, int peer, int tag, ::c10d::OpType type);
 

@@ -13,14 +13,14 @@ bool receives(const Step& step) {
   return step.kind == StepKind::recv || step.kind == StepKind::recv_reduce;
 }
 
-std::uint64_t input_count(const Request& request) {
+}  // namespace
+
+std::uint64_t input_elements(const Request& request) {
   if (request.op == Op::reduce) return request.count;
   std::uint64_t count = 0;
   for (const std::uint64_t block : request.blocks) count += block;
   return count;
 }
-
-}  // namespace
 
 Execution::Execution(const Request& request, const Work& work, std::size_t chunk_bytes, std::uint64_t sequence,
                      std::uint32_t signature, Send send)
@@ -46,7 +46,7 @@ Execution::Execution(const Request& request, const Work& work, std::size_t chunk
     if (request.op == Op::all_reduce) {
       scale(work_.dtype, work_.output, request.count, work_.premul);
     } else {
-      const std::uint64_t count = input_count(request);
+      const std::uint64_t count = input_elements(request);
       scaled_input_ = std::make_unique_for_overwrite<std::byte[]>(count * element_);
       std::memcpy(scaled_input_.get(), work_.input, count * element_);
       scale(work_.dtype, scaled_input_.get(), count, work_.premul);

@@ -27,6 +27,9 @@ struct Work {
   std::shared_ptr<void> keep;  // alive as long as a peer may still be reading from the buffers
 };
 
+// Elements of the input where an operation has one.
+std::uint64_t input_elements(const Request& request);
+
 class Execution : public std::enable_shared_from_this<Execution> {
  public:
   // Sends one chunk; `sent` is called on the group's strand when the memory is free again.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "collective/failure_text.hpp"
 #include "collective/planner.hpp"
 
 namespace torch_iroh::collective {
@@ -17,25 +18,12 @@ constexpr Duration kLinger = milliseconds(60000);
 // When the group is broken: enough to tell the others why.
 constexpr Duration kFarewell = milliseconds(500);
 
-// Nothing to move on any rank, as every rank knows. Such a call still waits for all: else a rank that meant another
-// call would be left alone with it.
-bool is_empty(const Request& request) {
-  if (request.op == Op::barrier || request.op == Op::all_to_all) return false;
-  const auto empty = [](std::uint64_t block) { return block == 0; };
-  return request.count == 0 && std::all_of(request.blocks.begin(), request.blocks.end(), empty);
-}
-
-Request empty_request(const Request& request) {
-  Request barrier;
-  barrier.rank = request.rank;
-  barrier.world = request.world;
-  return barrier;
-}
-
 }  // namespace
 
-std::shared_ptr<Group> Group::make(std::shared_ptr<transport::Transport> transport, const GroupOptions& options) {
+std::shared_ptr<Group> Group::make(std::shared_ptr<transport::Transport> transport, const GroupOptions& options,
+                                   std::unique_ptr<transport::HostTeam> team) {
   std::shared_ptr<Group> group(new Group(std::move(transport), options));
+  if (team) group->share_memory(std::move(team));
   group->transport_->start(*group);
   return group;
 }
@@ -70,7 +58,30 @@ Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions
   point_to_point_ = std::make_unique<PointToPoint>(rank_, world_, std::move(hooks));
 }
 
+void Group::share_memory(std::unique_ptr<transport::HostTeam> team) {
+  HostQueue::Hooks hooks;
+  hooks.fail = [weak = weak_from_this()](const Error& cause, const std::string& news) {
+    const auto self = weak.lock();
+    if (!self) return;
+    self->post([self = self.get(), cause, news = Error(cause.kind(), news)] { self->fail(cause, true, news); });
+  };
+  hooks.connect = [weak = weak_from_this()](int rank) {
+    if (const auto self = weak.lock()) self->transport_->connect(rank);
+  };
+  hooks.ended = [weak = weak_from_this()] {
+    const auto self = weak.lock();
+    if (!self) return;
+    {
+      const std::lock_guard lock(self->shared_mutex_);
+      ++self->finished_;
+    }
+    self->count_in_flight(-1);
+  };
+  host_ = std::make_shared<HostQueue>(std::move(team), std::move(hooks));
+}
+
 Group::~Group() {
+  if (host_) host_->leave();
   transport_->close({});
 }
 
@@ -84,11 +95,18 @@ void Group::post(Task task) {
 
 std::uint64_t Group::submit(CollectiveCall call) {
   const TimePoint deadline = after(Clock::now(), call.timeout);
-  const std::lock_guard lock(submit_mutex_);
+  const bool drives = call.drives && !call.held;
+  std::unique_lock lock(submit_mutex_);
   const std::uint64_t sequence = submitted_++;
   count_in_flight(1);
   call.request.rank = rank_;
   call.request.world = world_;
+  if (host_) {
+    host_->push(sequence, std::move(call), deadline);
+    lock.unlock();
+    drives ? host_->drive(sequence) : host_->attend();
+    return sequence;
+  }
   call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
   auto queued = std::make_shared<Queued>(Queued{sequence, std::move(call), deadline});
   post([this, queued] {
@@ -99,6 +117,7 @@ std::uint64_t Group::submit(CollectiveCall call) {
 }
 
 void Group::release(std::uint64_t sequence) {
+  if (host_) return host_->release(sequence);
   post([this, sequence] {
     for (Queued& queued : queue_) {
       if (queued.sequence == sequence) queued.call.held = false;
@@ -224,7 +243,7 @@ void Group::begin(Queued queued) {
     description = describe(call);
     signature = signature_of(description);
     execution = std::make_shared<Execution>(
-        is_empty(request) ? empty_request(request) : request, call.work, options_.chunk_bytes, queued.sequence,
+        moves_nothing(request) ? barrier_for(request) : request, call.work, options_.chunk_bytes, queued.sequence,
         signature,
         [this](int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()> sent) {
           send_chunk(peer, tag, bytes, std::move(sent));
@@ -318,6 +337,7 @@ void Group::shutdown() {
     std::unique_lock lock(shared_mutex_);
     idle_.wait_for(lock, kFinishGrace, [&] { return in_flight_ == 0 && failure_; });
   }
+  if (host_) host_->leave();
   inbox_.close();
   transport_->close(healthy ? kLinger : kFarewell);
 }
@@ -332,6 +352,9 @@ GroupStats Group::stats() const {
     stats.busy_seconds = std::chrono::duration<double>(busy).count();
   }
   stats.peers = transport_->stats();
+  for (transport::PeerStats& peer : stats.peers) {
+    if (host_ && !transport_->connected(peer.rank)) peer.path = "shared memory";
+  }
   return stats;
 }
 

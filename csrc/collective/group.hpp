@@ -20,7 +20,9 @@
 #include <vector>
 
 #include "base/workers.hpp"
+#include "collective/call.hpp"
 #include "collective/execution.hpp"
+#include "collective/host_queue.hpp"
 #include "collective/inbox.hpp"
 #include "collective/messages.hpp"
 #include "collective/monitored_barrier.hpp"
@@ -36,20 +38,6 @@ struct GroupOptions {
   std::optional<Algorithm> algorithm;   // none: chosen by size and world
 };
 
-// Runs once, on a worker thread; nullptr = done. It must be short and must not block.
-using Done = std::function<void(const Error*)>;
-
-struct CollectiveCall {
-  Request request;  // rank, world and algorithm are filled in by the group
-  Work work;
-  std::string shape;  // of this rank's tensor, equal on all ranks; empty where it may differ
-  Duration timeout = kNever - TimePoint{};
-  Done done;
-  bool held = false;  // its memory is not ready: it begins, in its turn, after release() of its number
-  // Runs when its turn comes: fills in what only the operations before it could tell.
-  std::function<void(CollectiveCall&)> prepare{};
-};
-
 struct GroupStats {
   std::uint64_t collectives = 0;  // finished
   double busy_seconds = 0;        // wall time with at least one operation in flight
@@ -58,13 +46,16 @@ struct GroupStats {
 
 class Group : public transport::Receiver, public std::enable_shared_from_this<Group> {
  public:
-  static std::shared_ptr<Group> make(std::shared_ptr<transport::Transport> transport, const GroupOptions& options);
+  // `team`: all ranks of the group share memory, and collectives go through it.
+  static std::shared_ptr<Group> make(std::shared_ptr<transport::Transport> transport, const GroupOptions& options,
+                                     std::unique_ptr<transport::HostTeam> team = nullptr);
   ~Group() override;
 
   int rank() const { return rank_; }
   int world() const { return world_; }
 
-  // Thread-safe; return at once. The number of the operation among the group's collectives is returned.
+  // Thread-safe; return at once, unless the caller drives. The number of the operation among the group's collectives is
+  // returned.
   std::uint64_t submit(CollectiveCall call);
   void release(std::uint64_t sequence);
   void send(PointToPointCall call);
@@ -157,15 +148,16 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   void compare(int from, std::uint64_t sequence, const Past& mine, const Announced& theirs) const;
   void end_current();
   void fail(const Error& given, bool tell_others);
+  void fail(const Error& cause, bool tell_others, const Error& news);
   void tell_failure(int peer, const Error& cause);
   Error explain(const Error& cause, const std::string& what) const;
-  std::string title_of(std::uint64_t sequence, const std::string& description) const;
   std::string waiting_text() const;
   PointToPointCall counted(PointToPointCall call);
   bool waits_for_memory() const { return !current_ && !queue_.empty() && queue_.front().call.held; }
   void watch_deadlines();
   void on_deadline();
   void count_in_flight(int change);
+  void share_memory(std::unique_ptr<transport::HostTeam> team);
 
   const std::shared_ptr<transport::Transport> transport_;
   const GroupOptions options_;
@@ -173,6 +165,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   const int world_;
   const std::shared_ptr<Strand> strand_;
   Inbox inbox_;
+  std::shared_ptr<HostQueue> host_;  // runs the collectives, where all ranks share memory
   std::atomic<std::uint64_t> submitted_{0};
   std::mutex submit_mutex_;  // numbers and queues in one step
 

@@ -3,16 +3,16 @@
 #include <utility>
 
 #include "base/log.hpp"
-#include "base/rank_text.hpp"
+#include "collective/failure_text.hpp"
 #include "collective/group.hpp"
 #include "collective/planner.hpp"
 
 namespace torch_iroh::collective {
 namespace {
 
-// Gloo begins so, and programs look for it.
-std::string timed_out(Duration limit, int rank) {
-  return "Timed out waiting " + whole_milliseconds(limit) + "ms on rank " + std::to_string(rank);
+// Once is enough on a long way.
+std::string without_reporter(const std::string& text) {
+  return text.substr(0, text.find(" (reported by "));
 }
 
 }  // namespace
@@ -55,6 +55,12 @@ void Group::abort(const Error& cause) {
 void Group::fail(const Error& given, bool tell_others) {
   const bool late = given.kind() == ErrorKind::timeout && current_;
   const Error cause(given.kind(), given.what() + (late ? waiting_text() : ""));
+  fail(cause, tell_others,
+       late ? Error(cause.kind(), title_of(current_->sequence, current_->call.description) + ": " + cause.what())
+            : cause);
+}
+
+void Group::fail(const Error& cause, bool tell_others, const Error& news) {
   {
     const std::lock_guard lock(shared_mutex_);
     if (failure_) return;
@@ -62,13 +68,11 @@ void Group::fail(const Error& given, bool tell_others) {
   }
   if (!closed_) log(LogLevel::info, explain(cause, "group " + options_.name).what());
   if (tell_others) {
-    const Error news =
-        late ? Error(cause.kind(), title_of(current_->sequence, current_->call.description) + ": " + cause.what())
-             : cause;
     for (int peer = 0; peer < world_; ++peer) {
       if (peer != rank_ && transport_->connected(peer)) tell_failure(peer, news);
     }
   }
+  if (host_) host_->fail(cause, tell_others ? without_reporter(news.what()) : "");
   std::vector<std::pair<Done, Error>> ended;
   if (current_) {
     ended.emplace_back(std::move(current_->done),
@@ -95,32 +99,21 @@ void Group::tell_failure(int peer, const Error& cause) {
   Peer& entry = peers_[static_cast<std::size_t>(peer)];
   if (entry.lost || std::exchange(entry.told, true)) return;
   Message news{.kind = MessageKind::abort};
-  news.text = cause.what();
-  news.text = news.text.substr(0, news.text.find(" (reported by "));  // once is enough on a long way
+  news.text = without_reporter(cause.what());
   transport_->send_control(peer, encode(news));
 }
 
-std::string Group::title_of(std::uint64_t sequence, const std::string& description) const {
-  const auto name = description.substr(0, description.find('('));
-  return name + " #" + std::to_string(sequence) + description.substr(name.size());
-}
-
 Error Group::explain(const Error& cause, const std::string& what) const {
-  // News of a time-out elsewhere may begin with this very operation.
-  const std::string text = cause.what();
-  return {cause.kind(), "rank " + std::to_string(rank_) + ": " + (text.starts_with(what) ? "" : what + ": ") + text};
+  return collective::explain(cause, rank_, what);
 }
 
 std::string Group::waiting_text() const {
   const auto waiting = current_->execution->waiting_for();
-  if (waiting.empty()) return "";
   std::vector<int> silent;
   for (const int rank : waiting) {
     if (peers_[static_cast<std::size_t>(rank)].announced <= current_->sequence) silent.push_back(rank);
   }
-  std::string text = "; still waiting for " + ranks_text(waiting);
-  if (!silent.empty()) text += " (" + ranks_text(silent) + " never began this operation)";
-  return text;
+  return still_waiting_for(waiting, silent);
 }
 
 std::optional<Error> Group::failure() const {

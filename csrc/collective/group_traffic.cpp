@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "collective/failure_text.hpp"
 #include "collective/group.hpp"
 
 namespace torch_iroh::collective {

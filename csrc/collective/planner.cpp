@@ -27,6 +27,10 @@ Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, st
 }
 
 std::string describe(const CollectiveCall& call) {
+  return describe(call, name_of(call.request.algorithm));
+}
+
+std::string describe(const CollectiveCall& call, std::string_view how) {
   const Request& request = call.request;
   std::string text(name_of(request.op));
   if (request.op == Op::barrier) return text + "()";
@@ -42,7 +46,20 @@ std::string describe(const CollectiveCall& call) {
     for (std::size_t i = 0; i < std::min(blocks.size(), kMostListed); ++i) text += " " + std::to_string(blocks[i]);
   }
   if (has_root(request.op)) text += ", root " + std::to_string(request.root);
-  return text + ", " + std::string(name_of(request.algorithm)) + ")";
+  return text + ", " + std::string(how) + ")";
+}
+
+bool moves_nothing(const Request& request) {
+  if (request.op == Op::barrier || request.op == Op::all_to_all) return false;
+  const auto empty = [](std::uint64_t block) { return block == 0; };
+  return request.count == 0 && std::all_of(request.blocks.begin(), request.blocks.end(), empty);
+}
+
+Request barrier_for(const Request& request) {
+  Request barrier;
+  barrier.rank = request.rank;
+  barrier.world = request.world;
+  return barrier;
 }
 
 }  // namespace torch_iroh::collective

@@ -4,8 +4,9 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
-#include "collective/group.hpp"
+#include "collective/call.hpp"
 #include "collective/schedule.hpp"
 
 namespace torch_iroh::collective {
@@ -16,5 +17,11 @@ Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, st
 
 // "all_reduce(sum, float32[3, 4], ring)". Equal on all ranks exactly when they mean the same operation.
 std::string describe(const CollectiveCall& call);
+std::string describe(const CollectiveCall& call, std::string_view how);  // `how` in place of the algorithm's name
+
+// Nothing to move on any rank, as every rank knows. Such a call still waits for all: else a rank that meant another
+// call would be left alone with it. It runs as a barrier.
+bool moves_nothing(const Request& request);
+Request barrier_for(const Request& request);
 
 }  // namespace torch_iroh::collective

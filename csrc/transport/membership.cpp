@@ -6,12 +6,13 @@
 #include <random>
 
 #include "base/bytes.hpp"
+#include "base/log.hpp"
 #include "base/rank_text.hpp"
 
 namespace torch_iroh::transport {
 namespace {
 
-constexpr std::uint32_t kRecordMagic = 0x31524954;  // "TIR1"
+constexpr std::uint32_t kRecordMagic = 0x32524954;  // "TIR2"
 constexpr std::uint16_t kMostAddresses = 64;
 constexpr std::uint32_t kLeastChunk = 64;
 
@@ -66,6 +67,53 @@ void check_agreement(const JoinRequest& request, int peer, const Record& mine, c
   }
 }
 
+// A rank's memory for the others of its host; null, and why is said once, where there can be none.
+std::unique_ptr<HostTeam> make_team(const JoinRequest& request) {
+  if (request.sharing == Sharing::none || request.world == 1 || host_identity().empty()) return nullptr;
+  try {
+    return std::make_unique<HostTeam>(request.rank, request.world);
+  } catch (const Error& error) {
+    log_once(LogLevel::warn, "shared memory", "ranks of this host share no memory: " + std::string(error.what()));
+    return nullptr;
+  }
+}
+
+// Every rank tries for itself; all do what all can.
+std::unique_ptr<HostTeam> settle_team(KeyValueStore& store, const JoinRequest& request, const std::string& prefix,
+                                      const std::vector<Record>& records, std::unique_ptr<HostTeam> team,
+                                      TimePoint deadline) {
+  const auto alike = [&](const Record& record) {
+    return !record.sharing.host.empty() && record.sharing.host == records.front().sharing.host;
+  };
+  if (!std::all_of(records.begin(), records.end(), alike) || !team) return nullptr;
+  Sharing mine = Sharing::none;
+  try {
+    std::vector<HostIntroduction> introductions;
+    for (const Record& record : records) introductions.push_back(record.sharing);
+    team->attach(introductions);
+    mine = team->can_read() ? request.sharing : Sharing::windows;
+  } catch (const Error& error) {
+    log_once(LogLevel::warn, "shared memory", "ranks of this host share no memory: " + std::string(error.what()));
+  }
+  const auto key = [&](int rank) { return prefix + "shares/" + std::to_string(rank); };
+  store.set(key(request.rank), {static_cast<std::uint8_t>(mine)});
+  std::vector<int> ranks;
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < request.world; ++rank) {
+    ranks.push_back(rank);
+    keys.push_back(key(rank));
+  }
+  await(store, request, ranks, keys, deadline);
+  for (const std::string& one : keys) {
+    const auto theirs = store.get(one);
+    if (theirs.size() != 1) throw Error(ErrorKind::protocol, "the store's entry " + one + " is unreadable");
+    mine = std::min(mine, static_cast<Sharing>(theirs.front()));
+  }
+  if (mine == Sharing::none) return nullptr;
+  team->settle(mine == Sharing::direct);
+  return team;
+}
+
 }  // namespace
 
 std::vector<std::uint8_t> encode(const Record& record) {
@@ -75,6 +123,9 @@ std::vector<std::uint8_t> encode(const Record& record) {
   out.put_text(record.addr.relay_url.value_or(""));
   out.put(static_cast<std::uint16_t>(record.addr.direct.size()));
   for (const std::string& address : record.addr.direct) out.put_text(address);
+  const HostIntroduction& sharing = record.sharing;
+  out.put_text(sharing.host).put(sharing.pid).put(sharing.memory).put(sharing.nonce);
+  out.put(sharing.bell).put(sharing.bell_nonce);
   return to_bytes(out);
 }
 
@@ -98,6 +149,13 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
       throw Error(ErrorKind::protocol, "'" + printable(record.addr.direct.back()) + "' is not an address");
     }
   }
+  HostIntroduction& sharing = record.sharing;
+  sharing.host = printable(in.get_text());
+  sharing.pid = in.get<std::int32_t>();
+  sharing.memory = in.get<std::int32_t>();
+  sharing.nonce = in.get<std::uint64_t>();
+  sharing.bell = in.get<std::int32_t>();
+  sharing.bell_nonce = in.get<std::uint64_t>();
   if (in.left() != 0) throw Error(ErrorKind::protocol, "a record with bytes behind its end");
   if (record.chunk_bytes < kLeastChunk || record.chunk_bytes > link::kMaxFrameBytes || record.chunk_bytes % 64 != 0) {
     throw Error(ErrorKind::protocol, "a record with chunks of " + std::to_string(record.chunk_bytes) + " bytes");
@@ -130,6 +188,8 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   mine.host = host_name();
   mine.addr = node->addr();
   if (mine.addr.direct.size() > kMostAddresses) mine.addr.direct.resize(kMostAddresses);
+  auto team = make_team(request);
+  if (team) mine.sharing = team->introduction();
   store.set(rank_key(request.rank), encode(mine));
 
   std::vector<int> ranks;
@@ -143,6 +203,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   joined.chunk_bytes = request.chunk_bytes;
   std::uint8_t wire_version = mine.wire_max;
   std::vector<iroh::EndpointAddr> members;
+  std::vector<Record> records;
   for (int rank = 0; rank < request.world; ++rank) {
     try {
       Record record = decode_record(store.get(keys[static_cast<std::size_t>(rank)]));
@@ -154,7 +215,8 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
           throw Error(ErrorKind::protocol, "it has the endpoint id of rank " + std::to_string(other));
         }
       }
-      members.push_back(std::move(record.addr));
+      members.push_back(record.addr);
+      records.push_back(std::move(record));
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::protocol) throw;
       throw Error(ErrorKind::protocol, "rank " + std::to_string(request.rank) + ": the store's entry of rank " +
@@ -162,6 +224,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
     }
   }
   joined.transport->set_members(members, wire_version);
+  joined.team = settle_team(store, request, prefix, records, std::move(team), deadline);
   return joined;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "link/node.hpp"
+#include "transport/host_team.hpp"
 #include "transport/iroh_transport.hpp"
 
 namespace torch_iroh::transport {
@@ -30,11 +31,18 @@ struct Record {
   std::uint32_t chunk_bytes = 0;
   std::string members;  // which ranks this rank believes are in the group
   std::string host;     // for error texts
+  HostIntroduction sharing{};
   iroh::EndpointAddr addr;
 };
 
 std::vector<std::uint8_t> encode(const Record& record);
 Record decode_record(const std::vector<std::uint8_t>& bytes);  // throws Error(protocol)
+
+enum class Sharing : std::uint8_t {
+  none,
+  windows,  // copies through shared memory
+  direct,   // reads other ranks' buffers where they are, if the kernel permits it; else windows
+};
 
 struct JoinRequest {
   int rank = 0;
@@ -42,11 +50,13 @@ struct JoinRequest {
   std::uint32_t chunk_bytes = 0;
   std::string members;
   Duration timeout{};
+  Sharing sharing = Sharing::none;  // at most, with the other ranks if all are on this host and want it too
 };
 
 struct Joined {
   std::shared_ptr<IrohTransport> transport;
-  std::uint32_t chunk_bytes = 0;  // the smallest that any rank asked for
+  std::uint32_t chunk_bytes = 0;   // the smallest that any rank asked for
+  std::unique_ptr<HostTeam> team;  // when all ranks share memory, as all of them know
 };
 
 // Blocks until every rank has published. Throws Error(timeout) naming the ranks that have not, Error(mismatch) when

@@ -12,6 +12,7 @@ from ranks import Ranks
 
 # Also for processes that a test starts without `ranks`.
 os.environ.setdefault("TORCH_IROH_BIND", "127.0.0.1:0")
+os.environ.setdefault("TORCH_IROH_SHARED_MEMORY", "off")
 
 
 @pytest.fixture(autouse=True)

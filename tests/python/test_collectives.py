@@ -33,6 +33,9 @@ FEW_SIZES = [0, 1, 13, 1009]  # for the largest world and the larger matrices
 MANY_CHUNKS = 300_007
 LARGE = 2**20 + 7
 SMALL_CHUNK = 4096
+# How bytes get from rank to rank: two algorithms over iroh, shared memory with and without reading the other process.
+ROADS = ["ring", "direct", "shared", "buffered"]
+DEFAULT_ROADS = ["auto", "shared", "buffered"]
 
 INTEGERS = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 HALVES = ["float16", "bfloat16"]
@@ -238,12 +241,25 @@ def join(rank: int, world: int, store: str) -> None:
     import torch_iroh
 
     dist.init_process_group("iroh", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=TIMEOUT)
-    _groups["auto"] = dist.group.WORLD
+    _groups["auto"] = dist.group.WORLD  # over iroh: see ranks.ENVIRONMENT
+    for road, shared_memory in (("shared", "auto"), ("buffered", "buffered")):
+        options = torch_iroh.Options(shared_memory=shared_memory)
+        _groups[road] = dist.new_group(backend="iroh", pg_options=options, timeout=TIMEOUT)
     for algorithm in ("ring", "direct"):
         options = torch_iroh.Options(algorithm=algorithm)
         _groups[algorithm] = dist.new_group(backend="iroh", pg_options=options, timeout=TIMEOUT)
         options = torch_iroh.Options(algorithm=algorithm, chunk_bytes=SMALL_CHUNK)
         _groups[f"{algorithm}, small chunks"] = dist.new_group(backend="iroh", pg_options=options, timeout=TIMEOUT)
+
+
+def on_road(rank: int, road: str, scenario: Callable[..., Ledger], *arguments: Any) -> Ledger:
+    """The scenario with another group in the place of the default one."""
+    before = dist.group.WORLD
+    dist.distributed_c10d._update_default_pg(_groups[road])
+    try:
+        return scenario(rank, *arguments)
+    finally:
+        dist.distributed_c10d._update_default_pg(before)
 
 
 @pytest.fixture(scope="module")
@@ -256,15 +272,25 @@ def _all_families() -> Iterator[dict[int, Ranks]]:
 
 @pytest.fixture
 def run(_all_families: dict[int, Ranks], tmp_path: Path) -> Callable[..., None]:
-    """``run(world, scenario, *arguments)``: the scenario on each rank of that world's family, settled."""
+    """``run(world, scenario, *arguments)``: the scenario on each rank of that world's family, settled.
 
-    def call(world: int, scenario: Callable[..., Ledger], *arguments: Any, deadline: float = 50.0) -> None:
+    With the default group on each of `roads` in turn.
+    """
+
+    def call(
+        world: int,
+        scenario: Callable[..., Ledger],
+        *arguments: Any,
+        roads: Sequence[str] = ("auto",),
+        deadline: float = 50.0,
+    ) -> None:
         family = _all_families.get(world)
         if family is None or not family.usable:
             family = _all_families[world] = Ranks(world)
             family.run(join, world, str(tmp_path / "store"))
         try:
-            settle(family.run(scenario, *arguments, deadline=deadline))
+            for road in roads if world > 1 else roads[:1]:
+                settle(family.run(on_road, road, scenario, *arguments, deadline=deadline))
         except BaseException:
             family.close()  # its groups may be broken or out of step
             raise
@@ -301,19 +327,19 @@ def scenario_all_reduce(rank: int, dtype: str, sizes: list[int], groups: list[st
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", REDUCIBLE)
 def test_all_reduce_equals_float64_on_every_rank(run, world, dtype):
-    run(world, scenario_all_reduce, dtype, matrix_sizes(world, dtype), ["ring", "direct"], OPS_OF[dtype])
+    run(world, scenario_all_reduce, dtype, matrix_sizes(world, dtype), ROADS, OPS_OF[dtype])
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce_of_many_chunks(run, world):
-    groups = ["ring, small chunks", "direct, small chunks"]
+    groups = ["ring, small chunks", "direct, small chunks", "shared", "buffered"]
     run(world, scenario_all_reduce, "float32", [MANY_CHUNKS // (2 if world == 7 else 1)], groups, ["SUM"])
     run(world, scenario_all_reduce, "int8", [MANY_CHUNKS], groups, ["BXOR"])
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_all_reduce_of_a_million_elements(run, world):
-    run(world, scenario_all_reduce, "float32", [LARGE], ["auto"], ["SUM"])
+    run(world, scenario_all_reduce, "float32", [LARGE], DEFAULT_ROADS, ["SUM"])
 
 
 def scenario_half_sum(rank: int, dtype: str) -> Ledger:
@@ -335,7 +361,7 @@ def scenario_nan(rank: int) -> Ledger:
     ledger, world = Ledger(rank), dist.get_world_size()
     for dtype in FLOATS:
         for op in ("MIN", "MAX", "SUM"):
-            for group in ("ring", "direct"):
+            for group in ROADS:
                 tensor = torch.arange(12, dtype=torch.float32).to(getattr(torch, dtype))
                 tensor[rank] = float("nan")
                 dist.all_reduce(tensor, getattr(ReduceOp, op), group=_groups[group])
@@ -348,7 +374,7 @@ def scenario_nan(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_nan_of_any_rank_survives_sum_min_and_max(run, world):
-    run(world, scenario_nan)
+    run(world, scenario_nan, roads=DEFAULT_ROADS)
 
 
 def scenario_premul_tensor(rank: int) -> Ledger:
@@ -404,7 +430,7 @@ def scenario_reduce(rank: int, dtype: str, sizes: list[int]) -> Ledger:
                 label = f"reduce world={world} dtype={dtype} op={op} size={size} root={root}"
                 seed = seed_of(label)
                 parts = [random_numbers(dtype, op, size, seed, peer, world) for peer in range(world)]
-                for group in ("ring", "direct"):
+                for group in ROADS:
                     tensor = parts[rank].clone()
                     dist.reduce(tensor, root, torch_op(op, rank), group=_groups[group])
                     if rank == root:
@@ -430,7 +456,7 @@ def scenario_reduce_scatter(rank: int, dtype: str, sizes: list[int]) -> Ledger:
             seed = seed_of(label)
             parts = [random_numbers(dtype, op, size * world, seed, peer, world) for peer in range(world)]
             want, bound = reduced(dtype, op, [wide(part)[rank * size : (rank + 1) * size] for part in parts])
-            for group in ("ring", "direct"):
+            for group in ROADS:
                 for form in ("tensor", "list"):
                     output = torch.empty(size, dtype=kind)
                     source = parts[rank].clone()
@@ -453,7 +479,7 @@ def test_reduce_scatter_of_tensor_and_list(run, world, dtype):
 def scenario_reduce_scatter_uneven(rank: int) -> Ledger:
     ledger, world = Ledger(rank), dist.get_world_size()
     sizes = [17 * peer % 41 for peer in range(world)]  # rank 0 gets nothing
-    for group in ("ring", "direct"):
+    for group in ROADS:
         label = f"uneven reduce_scatter world={world} dtype=float64 op=SUM sizes={sizes} {group}"
         parts = [random_numbers("float64", "SUM", sum(sizes), 5, peer, world) for peer in range(world)]
         start = sum(sizes[:rank])
@@ -478,7 +504,7 @@ def scenario_broadcast(rank: int, dtype: str, sizes: list[int]) -> Ledger:
         for root in range(world):
             label = f"broadcast world={world} dtype={dtype} size={size} root={root}"
             want = random_bits(dtype, size, seed_of(label), root)
-            for group in ("ring", "direct"):
+            for group in ROADS:
                 tensor = want.clone() if rank == root else torch.zeros(size, dtype=want.dtype)
                 dist.broadcast(tensor, root, group=_groups[group])
                 ledger.equal(f"{label} {group} seed={seed_of(label)}", tensor, want)
@@ -504,7 +530,7 @@ def scenario_all_gather(rank: int, dtype: str, sizes: list[int]) -> Ledger:
         seed = seed_of(label)
         parts = [random_bits(dtype, size, seed, peer) for peer in range(world)]
         whole = joined(parts)
-        for group in ("ring", "direct"):
+        for group in ROADS:
             outputs = [torch.zeros(size, dtype=kind) for _ in range(world)]
             dist.all_gather(outputs, parts[rank], group=_groups[group])
             for peer in range(world):
@@ -532,7 +558,7 @@ def scenario_all_gather_uneven(rank: int, dtype: str) -> Ledger:
     for scale in (1, 2003):
         sizes = [scale * ((3 * peer + 2) % 5) for peer in range(world)]  # rank 1 has nothing
         parts = [random_bits(dtype, size, 7, peer) for peer, size in enumerate(sizes)]
-        for group in ("ring", "direct"):
+        for group in ROADS:
             outputs = [torch.zeros(size, dtype=parts[0].dtype) for size in sizes]
             dist.all_gather(outputs, parts[rank], group=_groups[group])
             for peer in range(world):
@@ -567,7 +593,7 @@ def scenario_gather_scatter(rank: int, dtype: str, sizes: list[int]) -> Ledger:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gather_and_scatter_at_every_root(run, world, dtype):
-    run(world, scenario_gather_scatter, dtype, [0, 1, 1009] if world < 5 else [13])
+    run(world, scenario_gather_scatter, dtype, [0, 1, 1009] if world < 5 else [13], roads=DEFAULT_ROADS)
 
 
 def scenario_all_to_all(rank: int, dtype: str, scale: int) -> Ledger:
@@ -606,10 +632,10 @@ def scenario_all_to_all(rank: int, dtype: str, scale: int) -> Ledger:
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_all_to_all_even_uneven_and_empty(run, world, dtype):
-    run(world, scenario_all_to_all, dtype, 3)
+    run(world, scenario_all_to_all, dtype, 3, roads=DEFAULT_ROADS)
     if dtype in ("int64", "float16") and world < 7:
-        run(world, scenario_all_to_all, dtype, 0)
-        run(world, scenario_all_to_all, dtype, 5003)
+        run(world, scenario_all_to_all, dtype, 0, roads=DEFAULT_ROADS)
+        run(world, scenario_all_to_all, dtype, 5003, roads=DEFAULT_ROADS)
 
 
 # ---- barrier and point to point ----
@@ -632,7 +658,7 @@ def scenario_barrier(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_nobody_leaves_a_barrier_before_all_have_come(run, world):
-    run(world, scenario_barrier)
+    run(world, scenario_barrier, roads=DEFAULT_ROADS)
 
 
 def scenario_send_recv(rank: int, dtype: str, sizes: list[int]) -> Ledger:
@@ -799,7 +825,7 @@ def scenario_coalesced(rank: int) -> Ledger:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_coalesced_collectives_equal_single_ones(run, world):
-    run(world, scenario_coalesced)
+    run(world, scenario_coalesced, roads=DEFAULT_ROADS)
 
 
 def scenario_functional(rank: int) -> Ledger:
@@ -839,7 +865,7 @@ def scenario_functional(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_functional_collectives(run, world):
-    run(world, scenario_functional)
+    run(world, scenario_functional, roads=DEFAULT_ROADS)
 
 
 def scenario_objects(rank: int) -> Ledger:
@@ -873,7 +899,7 @@ def scenario_objects(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_object_collectives(run, world):
-    run(world, scenario_objects)
+    run(world, scenario_objects, roads=DEFAULT_ROADS)
 
 
 # ---- asynchronous use ----
@@ -906,7 +932,7 @@ def scenario_in_flight(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_many_operations_in_flight_end_in_issue_order_with_right_results(run, world):
-    run(world, scenario_in_flight)
+    run(world, scenario_in_flight, roads=DEFAULT_ROADS)
 
 
 def scenario_futures(rank: int) -> Ledger:
@@ -936,7 +962,7 @@ def scenario_futures(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_futures_and_their_callbacks_see_the_result(run, world):
-    run(world, scenario_futures)
+    run(world, scenario_futures, roads=DEFAULT_ROADS)
 
 
 def scenario_interleaved(rank: int) -> Ledger:
@@ -962,7 +988,7 @@ def scenario_interleaved(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_groups_and_messages_do_not_disturb_each_other(run, world):
-    run(world, scenario_interleaved)
+    run(world, scenario_interleaved, roads=DEFAULT_ROADS)
 
 
 # ---- memory: views, guards, odd tensors ----
@@ -1071,7 +1097,7 @@ def scenario_views(rank: int, layout: str, dtype: str) -> Ledger:
 @pytest.mark.parametrize("dtype", ["bool", "int16", "uint32", "bfloat16", "float64", "complex64"])
 def test_views_are_read_and_written_without_touching_what_lies_around_them(run, world, dtype):
     for layout in LAYOUTS:
-        run(world, scenario_views, layout, dtype)
+        run(world, scenario_views, layout, dtype, roads=DEFAULT_ROADS)
 
 
 def scenario_conjugate(rank: int) -> Ledger:
@@ -1102,7 +1128,7 @@ def scenario_conjugate(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_lazy_conjugates_and_negatives_are_values_not_memory(run, world):
-    run(world, scenario_conjugate)
+    run(world, scenario_conjugate, roads=DEFAULT_ROADS)
 
 
 def scenario_adjacent_blocks(rank: int) -> Ledger:
@@ -1130,7 +1156,7 @@ def scenario_adjacent_blocks(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_lists_that_are_one_stretch_of_memory_and_in_place_use(run, world):
-    run(world, scenario_adjacent_blocks)
+    run(world, scenario_adjacent_blocks, roads=DEFAULT_ROADS)
 
 
 def scenario_odd_tensors(rank: int) -> Ledger:
@@ -1200,7 +1226,7 @@ def _all_gather_expanded(world: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_scalars_empties_leaves_inference_tensors_and_other_memory_formats(run, world):
-    run(world, scenario_odd_tensors)
+    run(world, scenario_odd_tensors, roads=DEFAULT_ROADS)
 
 
 def scenario_repeat(rank: int, group: str) -> Ledger:
@@ -1217,6 +1243,6 @@ def scenario_repeat(rank: int, group: str) -> Ledger:
 
 
 @pytest.mark.parametrize("world", [3, 5])
-@pytest.mark.parametrize("group", ["ring, small chunks", "direct, small chunks"])
+@pytest.mark.parametrize("group", ["ring, small chunks", "direct, small chunks", "shared", "buffered"])
 def test_result_does_not_depend_on_timing(run, world, group):
     run(world, scenario_repeat, group)

@@ -1,0 +1,253 @@
+#include "collective/host_queue.hpp"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "base/rank_text.hpp"
+#include "collective/failure_text.hpp"
+#include "collective/host_driver.hpp"
+#include "collective/planner.hpp"
+
+namespace torch_iroh::collective {
+namespace {
+
+using transport::Doorbell;
+using transport::HostTeam;
+
+// Less than it takes to go to sleep and be woken.
+constexpr Duration kSpin = std::chrono::microseconds(5);
+// When to look whether the processes of the ranks that keep us waiting still run, and how often.
+constexpr Duration kFirstLook = milliseconds(20);
+constexpr Duration kNextLook = milliseconds(100);
+// A process that runs may be stopped, or hang: from here on its heartbeats tell.
+constexpr Duration kConnect = milliseconds(250);
+// How long to wait for the group to end what has been reported to it, before looking again.
+constexpr Duration kReported = milliseconds(1000);
+
+void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace
+
+HostQueue::HostQueue(std::unique_ptr<HostTeam> team, Hooks hooks)
+    : team_(std::move(team)),
+      hooks_(std::move(hooks)),
+      may_spin_(static_cast<unsigned>(team_->world()) <= std::thread::hardware_concurrency()) {}
+
+void HostQueue::push(std::uint64_t sequence, CollectiveCall call, TimePoint deadline) {
+  const std::lock_guard lock(queue_mutex_);
+  queue_.push_back({sequence, std::move(call), deadline});
+}
+
+void HostQueue::attend() {
+  HostDriver::own().attend(shared_from_this());
+}
+
+void HostQueue::release(std::uint64_t sequence) {
+  {
+    const std::lock_guard lock(queue_mutex_);
+    for (Queued& queued : queue_) {
+      if (queued.sequence == sequence) queued.call.held = false;
+    }
+  }
+  attend();
+}
+
+void HostQueue::fail(const Error& cause, const std::string& news) {
+  {
+    const std::lock_guard lock(queue_mutex_);
+    if (!failed_) failed_ = cause;
+  }
+  // Before anyone's memory is given back: readers look at this after they have read.
+  if (!news.empty()) team_->fail(news);
+  attend();
+}
+
+void HostQueue::leave() {
+  team_->leave();
+}
+
+std::optional<Error> HostQueue::failed() const {
+  const std::lock_guard lock(queue_mutex_);
+  return failed_;
+}
+
+void HostQueue::drive(std::uint64_t sequence) {
+  auto& bell = Doorbell::own();
+  while (ended_.load() <= sequence) {
+    const auto heard = bell.heard();
+    std::optional<TimePoint> again;
+    {
+      const std::lock_guard lock(drive_mutex_);
+      if (ended_.load() > sequence) break;
+      again = advance();
+    }
+    if (ended_.load() > sequence) break;
+    for (const TimePoint end = after(Clock::now(), kSpin); may_spin_ && bell.heard() == heard && Clock::now() < end;) {
+      relax();
+    }
+    bell.wait(heard, again.value_or(kNever));
+  }
+  bool more = false;
+  {
+    const std::lock_guard lock(queue_mutex_);
+    more = !queue_.empty();
+  }
+  if (more) attend();
+}
+
+std::optional<TimePoint> HostQueue::advance_if_free() {
+  // Whoever is at it looks for more when it leaves.
+  const std::unique_lock lock(drive_mutex_, std::try_to_lock);
+  return lock ? advance() : std::nullopt;
+}
+
+std::optional<TimePoint> HostQueue::advance() {
+  for (;;) {
+    if (const auto cause = failed()) {
+      end_all(*cause);
+      return std::nullopt;
+    }
+    if (reported_) return after(Clock::now(), kReported);
+    try {
+      std::optional<TimePoint> again;
+      if (!current_ && !begin_next(again)) return again;
+      const auto blocked = current_->run->step();
+      if (!blocked) {
+        turn_ += current_->run->turns();
+        end_current(nullptr);
+        continue;
+      }
+      team_->await(blocked->rank);
+      if (team_->phase(blocked->rank) >= blocked->phase) continue;
+      return look_after(*current_, Clock::now());
+    } catch (const Error& error) {
+      report(error);
+    } catch (const std::exception& error) {
+      report(Error(ErrorKind::invalid, error.what()));
+    }
+  }
+}
+
+// False: there is nothing to begin, now or before `again`.
+bool HostQueue::begin_next(std::optional<TimePoint>& again) {
+  std::optional<Queued> next;
+  {
+    const std::lock_guard lock(queue_mutex_);
+    if (queue_.empty()) return false;
+    const Queued& front = queue_.front();
+    if (front.call.held) {
+      if (front.deadline <= Clock::now()) {
+        throw Error(ErrorKind::timeout,
+                    timed_out(front.call.timeout, team_->rank()) + ", whose device has not handed over its data");
+      }
+      again = front.deadline;
+      return false;
+    }
+    next = std::move(queue_.front());
+    queue_.pop_front();
+  }
+  current_.emplace(Current{std::move(*next), nullptr});
+  CollectiveCall& call = current_->queued.call;
+  if (call.prepare) std::exchange(call.prepare, nullptr)(call);
+  const Request& request = call.request;
+  current_->run = std::make_unique<HostRun>(*team_, moves_nothing(request) ? barrier_for(request) : request, call.work,
+                                            describe(call, "shared memory"), turn_);
+  return true;
+}
+
+TimePoint HostQueue::look_after(Current& current, TimePoint now) {
+  if (current.queued.deadline <= now) throw late();
+  const auto waiting = current.run->waiting_for();
+  for (int rank = 0; rank < team_->world(); ++rank) {
+    if (rank != team_->rank() && team_->standing(rank) == HostTeam::Standing::failed) {
+      throw Error(ErrorKind::peer_gone, team_->reason_of(rank) + " (reported by rank " + std::to_string(rank) + ")");
+    }
+  }
+  for (const int rank : waiting) {
+    if (team_->standing(rank) == HostTeam::Standing::left) {
+      throw Error(ErrorKind::peer_gone, "rank " + std::to_string(rank) + " is gone: it left the group");
+    }
+  }
+  if (!current.blocked_since) {
+    current.blocked_since = now;
+    current.look_at = after(now, kFirstLook);
+  }
+  if (now >= current.look_at) {
+    current.look_at = after(now, kNextLook);
+    for (const int rank : waiting) {
+      if (!team_->ended(rank)) continue;
+      throw Error(ErrorKind::peer_gone, "rank " + std::to_string(rank) + " is gone: its process (" +
+                                            std::to_string(team_->pid_of(rank)) + ") ended");
+    }
+    if (!current.connected && now - *current.blocked_since >= kConnect) {
+      current.connected = true;
+      for (const int rank : waiting) hooks_.connect(rank);
+    }
+  }
+  return std::min(current.queued.deadline, current.look_at);
+}
+
+Error HostQueue::late() const {
+  const auto waiting = current_->run->waiting_for();
+  std::vector<int> silent;
+  std::copy_if(waiting.begin(), waiting.end(), std::back_inserter(silent),
+               [&](int rank) { return !current_->run->has_begun(rank); });
+  return {ErrorKind::timeout,
+          timed_out(current_->queued.call.timeout, team_->rank()) + still_waiting_for(waiting, silent)};
+}
+
+std::string HostQueue::title() const {
+  return title_of(current_->queued.sequence, describe(current_->queued.call, "shared memory"));
+}
+
+void HostQueue::report(const Error& given) {
+  reported_ = true;
+  Error cause = given;
+  std::string news = given.what();
+  if (current_ && given.kind() == ErrorKind::mismatch) {
+    news = "the ranks disagree about collective #" + std::to_string(current_->queued.sequence) + ": " + given.what();
+    cause = Error(given.kind(), news);
+  } else if (current_ && given.kind() == ErrorKind::timeout) {
+    news = title() + ": " + given.what();
+  }
+  hooks_.fail(cause, news);
+}
+
+void HostQueue::end_current(const Error* error) {
+  team_->await(-1);
+  const Current ended = std::move(*current_);
+  current_.reset();
+  ended_.store(ended.queued.sequence + 1);
+  ended.queued.call.done(error);
+  hooks_.ended();
+  Doorbell::own().ring();  // a caller may sleep for it while this thread has done its work
+}
+
+void HostQueue::end_all(const Error& cause) {
+  if (current_) {
+    const Error error = explain(cause, team_->rank(), title());
+    end_current(&error);
+  }
+  for (;;) {
+    std::optional<Queued> next;
+    {
+      const std::lock_guard lock(queue_mutex_);
+      if (queue_.empty()) return;
+      next = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    const std::string what = title_of(next->sequence, describe(next->call, "shared memory"));
+    current_.emplace(Current{std::move(*next), nullptr});
+    const Error error = explain(cause, team_->rank(), what);
+    end_current(&error);
+  }
+}
+
+}  // namespace torch_iroh::collective

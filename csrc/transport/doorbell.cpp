@@ -1,0 +1,107 @@
+#include "transport/doorbell.hpp"
+
+#include <algorithm>
+#include <climits>
+#include <ctime>
+#include <new>
+#include <random>
+#include <utility>
+
+#include "base/error.hpp"
+#include "base/fork.hpp"
+
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace torch_iroh::transport {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::uint64_t kMagic = 0x6c6c654272495400;  // "\0TIrBell"
+
+std::uint64_t random_number() {
+  std::random_device device;
+  return std::uint64_t{device()} << 32 | device();
+}
+
+}  // namespace
+
+struct Doorbell::Words {
+  std::uint64_t magic;
+  std::uint64_t nonce;
+  alignas(64) std::atomic<std::uint32_t> rung;
+  std::atomic<std::uint32_t> sleepers;
+};
+
+Doorbell::Words& Doorbell::words() const {
+  static_assert(std::atomic<std::uint32_t>::is_always_lock_free && std::atomic<std::uint64_t>::is_always_lock_free,
+                "processes share these words");
+  return *std::launder(reinterpret_cast<Words*>(memory_.data()));
+}
+
+std::unique_ptr<Doorbell> Doorbell::make() {
+  std::unique_ptr<Doorbell> bell(new Doorbell(SharedMemory::make("torch-iroh-doorbell", kPage)));
+  auto* words = new (bell->memory_.data()) Words{};
+  words->magic = kMagic;
+  words->nonce = random_number();
+  return bell;
+}
+
+Doorbell& Doorbell::own() {
+  static PerProcess<Doorbell> shared([] { return make(); });
+  return shared.get();
+}
+
+Doorbell Doorbell::of(pid_t pid, int descriptor, std::uint64_t nonce) {
+  Doorbell bell(SharedMemory::open_of(pid, descriptor, kPage, SharedMemory::Access::read_and_write));
+  if (bell.words().magic != kMagic || bell.words().nonce != nonce) {
+    throw Error(ErrorKind::protocol, "process " + std::to_string(pid) + " is not the one that joined");
+  }
+  return bell;
+}
+
+std::uint64_t Doorbell::nonce() const {
+  return words().nonce;
+}
+
+std::uint32_t Doorbell::heard() const {
+  return words().rung.load(std::memory_order_acquire);
+}
+
+#ifdef __linux__
+
+void Doorbell::wait(std::uint32_t heard, TimePoint until) {
+  Words& shared = words();
+  shared.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  timespec time{};
+  const timespec* limit = nullptr;
+  if (until != kNever) {
+    const auto left = std::max<Duration>(until - Clock::now(), Duration::zero());
+    const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(left).count();
+    time = {static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
+    limit = &time;
+  }
+  // Returns at once when the word is not `heard` any more; a signal or a spurious return makes the caller look again.
+  syscall(SYS_futex, &shared.rung, FUTEX_WAIT, heard, limit, nullptr, 0);
+  shared.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+void Doorbell::ring() {
+  Words& shared = words();
+  shared.rung.fetch_add(1, std::memory_order_seq_cst);
+  if (shared.sleepers.load(std::memory_order_seq_cst) > 0) {
+    syscall(SYS_futex, &shared.rung, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  }
+}
+
+#else
+
+void Doorbell::wait(std::uint32_t, TimePoint) {}
+void Doorbell::ring() {}
+
+#endif
+
+}  // namespace torch_iroh::transport

@@ -1,0 +1,224 @@
+#include "transport/host_team.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <new>
+#include <random>
+
+#include "base/bytes.hpp"
+
+namespace torch_iroh::transport {
+namespace {
+
+constexpr std::uint64_t kMagic = 0x31786f4272495400;  // "\0TIrBox1"
+constexpr std::size_t kPage = 4096;
+
+std::size_t whole_pages(std::size_t bytes) {
+  return (bytes + kPage - 1) / kPage * kPage;
+}
+
+std::uint64_t random_number() {
+  std::random_device device;
+  return std::uint64_t{device()} << 32 | device();
+}
+
+}  // namespace
+
+// At the start of a rank's memory; behind it the amounts of two turns, then the windows of two turns.
+struct HostTeam::Mailbox {
+  std::uint64_t magic;
+  std::uint64_t nonce;
+  std::uint64_t address;  // of this very struct in its own process
+  std::int32_t rank;
+  std::int32_t world;
+  alignas(64) std::atomic<std::uint64_t> phase;
+  alignas(64) std::atomic<std::int32_t> awaited;
+  alignas(64) std::atomic<Standing> standing;
+  std::uint16_t reason_bytes;
+  char reason[Call::kMostText];
+  alignas(64) Call calls[2];
+};
+
+void HostTeam::Call::set_text(const std::string& given) {
+  text_bytes = static_cast<std::uint16_t>(std::min(given.size(), kMostText));
+  std::copy_n(given.data(), text_bytes, text);
+}
+
+std::string HostTeam::Call::get_text() const {
+  return printable({text, std::min<std::size_t>(text_bytes, kMostText)});
+}
+
+HostTeam::HostTeam(int rank, int world)
+    : rank_(rank), world_(world), own_(SharedMemory::make("torch-iroh-group", memory_bytes())) {
+  static_assert(std::atomic<Standing>::is_always_lock_free, "processes share it");
+  auto* box = new (own_.data()) Mailbox{};
+  box->magic = kMagic;
+  box->nonce = random_number();
+  box->address = reinterpret_cast<std::uint64_t>(own_.data());
+  box->rank = rank;
+  box->world = world;
+  box->awaited = -1;
+  Doorbell::own();
+}
+
+HostTeam::~HostTeam() = default;
+
+std::size_t HostTeam::amounts_offset() const {
+  return whole_pages(sizeof(Mailbox));
+}
+
+std::size_t HostTeam::windows_offset() const {
+  return amounts_offset() + whole_pages(2 * static_cast<std::size_t>(world_) * sizeof(Amount));
+}
+
+std::size_t HostTeam::memory_bytes() const {
+  return windows_offset() + 2 * kWindowBytes;
+}
+
+HostTeam::Mailbox& HostTeam::mailbox(const SharedMemory& memory) {
+  return *std::launder(reinterpret_cast<Mailbox*>(memory.data()));
+}
+
+HostTeam::Mailbox& HostTeam::mailbox(int rank) const {
+  return mailbox(rank == rank_ ? own_ : peers_[static_cast<std::size_t>(rank)].memory);
+}
+
+HostIntroduction HostTeam::introduction() const {
+  HostIntroduction mine;
+  mine.host = host_identity();
+  mine.pid = getpid();
+  mine.memory = own_.descriptor();
+  mine.nonce = mailbox(own_).nonce;
+  mine.bell = Doorbell::own().descriptor();
+  mine.bell_nonce = Doorbell::own().nonce();
+  return mine;
+}
+
+void HostTeam::attach(const std::vector<HostIntroduction>& ranks) {
+  peers_.resize(ranks.size());
+  can_read_ = true;
+  for (int rank = 0; rank < world_; ++rank) {
+    if (rank == rank_) continue;
+    const HostIntroduction& theirs = ranks[static_cast<std::size_t>(rank)];
+    Peer& peer = peers_[static_cast<std::size_t>(rank)];
+    // The handle comes first: what is proved below is proved of the process that it names.
+    peer.process = ProcessHandle(theirs.pid);
+    peer.memory = SharedMemory::open_of(theirs.pid, theirs.memory, memory_bytes(), SharedMemory::Access::read);
+    const Mailbox& box = mailbox(peer.memory);
+    if (box.magic != kMagic || box.nonce != theirs.nonce || box.rank != rank || box.world != world_) {
+      throw Error(ErrorKind::protocol,
+                  "process " + std::to_string(theirs.pid) + " is not rank " + std::to_string(rank) + " of this group");
+    }
+    peer.bell.emplace(Doorbell::of(theirs.pid, theirs.bell, theirs.bell_nonce));
+    try {
+      std::uint64_t head[2] = {};
+      peer.process.read(box.address, reinterpret_cast<std::byte*>(head), sizeof head);
+      if (head[0] != kMagic || head[1] != theirs.nonce) can_read_ = false;
+    } catch (const Error&) {
+      can_read_ = false;  // the kernel does not permit it (ptrace_scope, a container): windows do
+    }
+  }
+}
+
+void HostTeam::settle(bool direct) {
+  direct_ = direct;
+  own_.close_descriptor();
+}
+
+std::uint64_t HostTeam::phase(int rank) const {
+  return mailbox(rank).phase.load(std::memory_order_seq_cst);
+}
+
+void HostTeam::advance_to(std::uint64_t phase) {
+  mailbox(own_).phase.store(phase, std::memory_order_seq_cst);
+  for (int rank = 0; rank < world_; ++rank) {
+    if (rank == rank_) continue;
+    // Whoever announced after this store that it waits looks at the phase once more, and sees it.
+    if (mailbox(rank).awaited.load(std::memory_order_seq_cst) != rank_) continue;
+    peers_[static_cast<std::size_t>(rank)].bell->ring();
+  }
+}
+
+void HostTeam::ring_all() {
+  for (Peer& peer : peers_) {
+    if (peer.bell) peer.bell->ring();
+  }
+}
+
+HostTeam::Call& HostTeam::call(std::uint64_t turn) {
+  return mailbox(own_).calls[turn % 2];
+}
+
+const HostTeam::Call& HostTeam::call_of(int rank, std::uint64_t turn) const {
+  return mailbox(rank).calls[turn % 2];
+}
+
+std::span<HostTeam::Amount> HostTeam::amounts(std::uint64_t turn) {
+  const auto world = static_cast<std::size_t>(world_);
+  auto* first = reinterpret_cast<Amount*>(own_.data() + amounts_offset());
+  return {first + turn % 2 * world, world};
+}
+
+std::span<const HostTeam::Amount> HostTeam::amounts_of(int rank, std::uint64_t turn) const {
+  const auto world = static_cast<std::size_t>(world_);
+  const auto& memory = peers_[static_cast<std::size_t>(rank)].memory;
+  const auto* first = reinterpret_cast<const Amount*>(memory.data() + amounts_offset());
+  return {first + turn % 2 * world, world};
+}
+
+std::byte* HostTeam::window(std::uint64_t turn) {
+  return own_.data() + windows_offset() + turn % 2 * kWindowBytes;
+}
+
+const std::byte* HostTeam::window_of(int rank, std::uint64_t turn) const {
+  const auto& memory = rank == rank_ ? own_ : peers_[static_cast<std::size_t>(rank)].memory;
+  return memory.data() + windows_offset() + turn % 2 * kWindowBytes;
+}
+
+void HostTeam::read(int rank, std::uint64_t address, std::byte* to, std::size_t bytes) const {
+  try {
+    peers_[static_cast<std::size_t>(rank)].process.read(address, to, bytes);
+  } catch (const Error& error) {
+    throw Error(error.kind(), "rank " + std::to_string(rank) + " is gone: " + error.what());
+  }
+}
+
+void HostTeam::await(int rank) {
+  mailbox(own_).awaited.store(rank, std::memory_order_seq_cst);
+}
+
+HostTeam::Standing HostTeam::standing(int rank) const {
+  return mailbox(rank).standing.load(std::memory_order_seq_cst);
+}
+
+std::string HostTeam::reason_of(int rank) const {
+  const Mailbox& box = mailbox(rank);
+  return printable({box.reason, std::min<std::size_t>(box.reason_bytes, Call::kMostText)});
+}
+
+bool HostTeam::ended(int rank) const {
+  return peers_[static_cast<std::size_t>(rank)].process.ended();
+}
+
+pid_t HostTeam::pid_of(int rank) const {
+  return peers_[static_cast<std::size_t>(rank)].process.pid();
+}
+
+void HostTeam::fail(const std::string& reason) {
+  Mailbox& box = mailbox(own_);
+  if (box.standing.load() != Standing::present) return;
+  box.reason_bytes = static_cast<std::uint16_t>(std::min(reason.size(), Call::kMostText));
+  std::copy_n(reason.data(), box.reason_bytes, box.reason);
+  box.standing.store(Standing::failed, std::memory_order_seq_cst);
+  ring_all();
+}
+
+void HostTeam::leave() {
+  Mailbox& box = mailbox(own_);
+  if (box.standing.load() != Standing::present) return;
+  box.standing.store(Standing::left, std::memory_order_seq_cst);
+  ring_all();
+}
+
+}  // namespace torch_iroh::transport

@@ -1,0 +1,114 @@
+// The ranks of a group that run on one host, as they see each other through shared memory: how far each has come, what
+// it has called, the bytes it shows, and whether it is still there. Every rank writes its own mailbox only. Moves bytes
+// and counts; does not know what an operation is. One thread at a time uses it (`fail` and `leave`: any thread).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/error.hpp"
+#include "transport/doorbell.hpp"
+#include "transport/shared_memory.hpp"
+
+namespace torch_iroh::transport {
+
+// What a rank publishes, so that the others of its host find its memory.
+struct HostIntroduction {
+  std::string host;  // host_identity(), empty: shares no memory
+  std::int32_t pid = 0;
+  std::int32_t memory = -1;
+  std::uint64_t nonce = 0;
+  std::int32_t bell = -1;
+  std::uint64_t bell_nonce = 0;
+};
+
+class HostTeam {
+ public:
+  // What a rank shows of one turn. Addresses are of its own process.
+  struct Call {
+    static constexpr std::size_t kMostText = 1000;
+    std::uint64_t rounds = 1;
+    std::uint64_t addresses[3] = {};  // input, output, scratch
+    bool direct = false;              // readers take its bytes from there; else from its window
+    std::uint16_t text_bytes = 0;
+    char text[kMostText] = {};
+
+    void set_text(const std::string& given);
+    std::string get_text() const;
+  };
+  struct Amount {  // of what one rank has for another (all_to_all), in elements
+    std::uint64_t offset = 0;
+    std::uint64_t count = 0;
+  };
+  enum class Standing : std::uint32_t { present, left, failed };
+
+  static constexpr std::size_t kWindowBytes = 1 << 20;
+
+  // Makes this rank's mailbox. Throws Error.
+  HostTeam(int rank, int world);
+  ~HostTeam();
+  HostTeam(const HostTeam&) = delete;
+  HostTeam& operator=(const HostTeam&) = delete;
+
+  HostIntroduction introduction() const;
+  // Maps the others' mailboxes, and proves by what is in them that they are the ranks that joined. Throws Error.
+  void attach(const std::vector<HostIntroduction>& ranks);
+  // Whether the memory of every other rank can be read directly, tried with each.
+  bool can_read() const { return can_read_; }
+  // Once every rank has attached: nobody else can any more. `direct`: every rank can read every other.
+  void settle(bool direct);
+  bool direct() const { return direct_; }
+
+  int rank() const { return rank_; }
+  int world() const { return world_; }
+
+  std::uint64_t phase(int rank) const;
+  void advance_to(std::uint64_t phase);  // what was written before is seen by whoever sees the phase
+  Call& call(std::uint64_t turn);        // this rank's
+  std::span<Amount> amounts(std::uint64_t turn);
+  std::byte* window(std::uint64_t turn);
+  const Call& call_of(int rank, std::uint64_t turn) const;
+  std::span<const Amount> amounts_of(int rank, std::uint64_t turn) const;
+  const std::byte* window_of(int rank, std::uint64_t turn) const;
+  // Copies from the memory of another rank, which holds it still. Throws Error(peer_gone).
+  void read(int rank, std::uint64_t address, std::byte* to, std::size_t bytes) const;
+
+  // Before going to sleep for a rank: its next step rings this process. -1: for nobody.
+  void await(int rank);
+  Standing standing(int rank) const;
+  std::string reason_of(int rank) const;  // why it failed
+  bool ended(int rank) const;             // its process
+  pid_t pid_of(int rank) const;
+
+  void fail(const std::string& reason);
+  void leave();
+
+ private:
+  struct Mailbox;
+  struct Peer {
+    SharedMemory memory;
+    std::optional<Doorbell> bell;
+    ProcessHandle process;
+  };
+
+  std::size_t amounts_offset() const;
+  std::size_t windows_offset() const;
+  std::size_t memory_bytes() const;
+  static Mailbox& mailbox(const SharedMemory& memory);
+  Mailbox& mailbox(int rank) const;
+  void ring_all();
+
+  const int rank_;
+  const int world_;
+  SharedMemory own_;
+  std::vector<Peer> peers_;  // by rank; the own place is empty
+  bool can_read_ = false;
+  bool direct_ = false;
+};
+
+}  // namespace torch_iroh::transport
