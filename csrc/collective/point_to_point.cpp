@@ -39,6 +39,7 @@ PointToPoint::PointToPoint(int rank, int world, Group group)
       offers_from_(static_cast<std::size_t>(world)) {}
 
 void PointToPoint::send(PointToPointCall call) {
+  next_deadline_ = std::min(next_deadline_, call.deadline);
   const int to = call.peer;
   const auto peer = static_cast<std::size_t>(to);
   const Key key{to, next_number_[peer]++};
@@ -165,6 +166,7 @@ void PointToPoint::on_grant(int from, const Message& grant) {
 }
 
 void PointToPoint::recv(PointToPointCall call) {
+  next_deadline_ = std::min(next_deadline_, call.deadline);
   const auto offer = std::find_if(offers_.begin(), offers_.end(), [&](const auto& one) {
     return (call.peer < 0 || one.first == call.peer) && one.second.tag == call.tag;
   });
@@ -284,25 +286,21 @@ bool PointToPoint::waits_for(int rank) const {
          std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& call) { return call.peer == rank; });
 }
 
-TimePoint PointToPoint::next_deadline() const {
-  TimePoint next = kNever;
+std::optional<std::string> PointToPoint::overdue(TimePoint now) {
+  if (now < next_deadline_) return std::nullopt;
+  next_deadline_ = kNever;
   for (const auto& [key, outgoing] : outgoing_) {
-    if (outgoing.call.done) next = std::min(next, outgoing.call.deadline);
-  }
-  for (const auto& [key, matched] : matched_) next = std::min(next, matched.call.deadline);
-  for (const auto& call : waiting_) next = std::min(next, call.deadline);
-  return next;
-}
-
-std::optional<std::string> PointToPoint::overdue(TimePoint now) const {
-  for (const auto& [key, outgoing] : outgoing_) {
-    if (outgoing.call.done && outgoing.call.deadline <= now) return title_of_send(outgoing.call);
+    if (!outgoing.call.done) continue;
+    if (outgoing.call.deadline <= now) return title_of_send(outgoing.call);
+    next_deadline_ = std::min(next_deadline_, outgoing.call.deadline);
   }
   for (const auto& [key, matched] : matched_) {
     if (matched.call.deadline <= now) return title_of_recv(matched.call);
+    next_deadline_ = std::min(next_deadline_, matched.call.deadline);
   }
   for (const auto& call : waiting_) {
     if (call.deadline <= now) return title_of_recv(call) + ", which has not sent it";
+    next_deadline_ = std::min(next_deadline_, call.deadline);
   }
   return std::nullopt;
 }

@@ -66,8 +66,9 @@ class PointToPoint {
   void fail(const std::function<Error(const std::string& what)>& explain);
   // Does anything in flight need `rank`? -1: is a message from anyone awaited?
   bool waits_for(int rank) const;
-  TimePoint next_deadline() const;
-  std::optional<std::string> overdue(TimePoint now) const;  // names one operation that is past its deadline
+  // Not later than the first deadline; the messages are only looked through when it has come.
+  TimePoint next_deadline() const { return next_deadline_; }
+  std::optional<std::string> overdue(TimePoint now);  // names one operation that is past its deadline
 
  private:
   using Key = std::pair<int, std::uint64_t>;  // (peer, number of its message)
@@ -107,6 +108,7 @@ class PointToPoint {
   std::map<Key, Outgoing> outgoing_;
   std::vector<Key> blocked_;  // their callers wait, and they have not started
   std::uint64_t kept_bytes_ = 0;
+  TimePoint next_deadline_ = kNever;
   std::list<PointToPointCall> waiting_;       // receives without an offer, oldest first
   std::deque<std::pair<int, Offer>> offers_;  // offers without a receive, oldest first
   std::vector<std::size_t> offers_from_;      // by sender: in offers_

@@ -5,6 +5,7 @@ No figure is judged here: these machines are shared, and --quick measures next t
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -110,7 +111,10 @@ def test_wrong_usage_exits_2_and_says_what(options, said):
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_interrupted_benchmark_leaves_no_rank_behind():
     command = [sys.executable, str(BENCHMARKS / "stream.py"), "--rounds", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    # A shell that runs the tests in the background has them ignore SIGINT, and every program that they start.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, preexec_fn=listen, **pipes) as process:
         ranks = wait_for_ranks(psutil.Process(process.pid))
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)

@@ -229,7 +229,10 @@ def test_ranks_that_never_come_are_named_after_the_timeout_of_init(tmp_path: Pat
 # ---- ranks that die ----
 
 
-def loop_until_it_breaks(rank: int, ranks: list[int], count: int) -> tuple[Attempt, Attempt, Attempt, int]:
+def loop_until_it_breaks(
+    rank: int, ranks: list[int], count: int, begun: str = ""
+) -> tuple[Attempt, Attempt, Attempt, int]:
+    """`begun`: a file of this name, with the rank behind it, says that the first round is over."""
     rounds = 0
 
     def loop() -> None:
@@ -237,6 +240,8 @@ def loop_until_it_breaks(rank: int, ranks: list[int], count: int) -> tuple[Attem
         while True:
             assert sum_is_exact(rank, ranks, count)
             rounds += 1
+            if begun and rounds == 1:
+                Path(f"{begun}{rank}").touch()
 
     first = attempt(loop)
     again = attempt(lambda: dist.all_reduce(floats(1)))
@@ -257,8 +262,11 @@ def test_killed_rank_of_four_in_the_middle_of_all_reduce_is_named_within_5_s(tmp
     everyone = list(range(4))
     with Ranks(4) as ranks:
         ranks.run(join_and_sum, 4, str(tmp_path / "store"))
-        ranks.start(loop_until_it_breaks, everyone, BIG)
-        time.sleep(1.5)
+        ranks.start(loop_until_it_breaks, everyone, BIG, str(tmp_path / "begun"))
+        by = time.monotonic() + 30
+        while not all((tmp_path / f"begun{rank}").exists() for rank in everyone) and time.monotonic() < by:
+            time.sleep(0.05)
+        time.sleep(0.5)
         ranks.kill(2)
         killed = time.monotonic()
         outcomes = ranks.collect(30)
