@@ -114,8 +114,8 @@ void Node::accept_next() {
     const auto self = weak.lock();
     if (!self || !result.ok() || !result.value()) return;  // the endpoint is closed
     {
+      // Also while this process leaves: see on_connected.
       const std::lock_guard lock(self->mutex_);
-      if (self->closing_) return;
       // A flood of attempts must not hold memory: beyond the limit they are dropped, which refuses them.
       if (self->handshakes_ < kMostHandshakes) {
         ++self->handshakes_;

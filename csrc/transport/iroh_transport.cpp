@@ -72,6 +72,7 @@ std::shared_ptr<link::Link> IrohTransport::link_of(int peer) {
 }
 
 void IrohTransport::send(int peer, const Tag& tag, std::span<const std::byte> bytes, SendDone done) {
+  if (is_lost(peer)) return done(Error(ErrorKind::peer_gone, "it is gone"));
   link::FrameHeader header{.type = link::FrameType::data};
   header.version = wire_version_;
   header.length = static_cast<std::uint32_t>(bytes.size());
@@ -88,6 +89,7 @@ void IrohTransport::send(int peer, const Tag& tag, std::span<const std::byte> by
 }
 
 void IrohTransport::send_control(int peer, std::vector<std::byte> bytes) {
+  if (is_lost(peer)) return;
   link::FrameHeader header{.type = link::FrameType::control};
   header.version = wire_version_;
   header.length = static_cast<std::uint32_t>(bytes.size());
@@ -97,7 +99,13 @@ void IrohTransport::send_control(int peer, std::vector<std::byte> bytes) {
 }
 
 void IrohTransport::connect(int peer) {
-  link_of(peer)->connect();
+  if (!is_lost(peer)) link_of(peer)->connect();
+}
+
+// Then nobody is there, and a road that were built now would only keep this rank from leaving.
+bool IrohTransport::is_lost(int peer) const {
+  const std::lock_guard lock(mutex_);
+  return peers_[static_cast<std::size_t>(peer)].lost;
 }
 
 bool IrohTransport::connected(int peer) const {

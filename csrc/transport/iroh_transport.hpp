@@ -56,6 +56,7 @@ class IrohTransport final : public Transport,
 
   IrohTransport(std::shared_ptr<link::Node> node, std::uint64_t group, int rank, int world);
   std::shared_ptr<link::Link> link_of(int peer);
+  bool is_lost(int peer) const;
   void deliver_death(const iroh::EndpointId& id, const Error& cause);
   void deliver(const iroh::EndpointId& from, const link::FrameHeader& header, Payload payload);
 

@@ -508,6 +508,25 @@ def send_and_destroy(rank: int) -> tuple[Attempt, Attempt]:
     return attempt(lambda: dist.send(torch.arange(5.0), 1)), destroy()
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.5])
+def test_first_message_and_goodbye_in_one_breath_cost_neither_side_time(tmp_path: Path, pause: float) -> None:
+    with Ranks(2) as ranks:
+        ranks.run(join, 2, str(tmp_path / "store"))  # nobody is connected yet
+        ranks.start(send_and_destroy, only=[0])
+        time.sleep(pause)
+        ranks.start(recv_and_destroy, only=[1])
+        (sent, left), (got, followed) = values_of(ranks.collect(30))
+        for made in (sent, left, got, followed):
+            assert not made.error and made.took < DESTROYED_WITHIN, made
+
+
+def recv_and_destroy(rank: int) -> tuple[Attempt, Attempt]:
+    values = torch.zeros(5)
+    made = attempt(lambda: dist.recv(values, 0))
+    assert torch.equal(values, torch.arange(5.0))
+    return made, destroy()
+
+
 def test_message_of_a_rank_that_has_left_still_arrives_and_the_next_recv_names_it(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         ranks.run(join_and_sum, 2, str(tmp_path / "store"))
