@@ -64,6 +64,7 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   request.sharing = options.resolved_shared_memory();
   auto joined = transport::join_group(adapter, link::Node::shared(node_options), request);
   group_options.chunk_bytes = joined.chunk_bytes;
+  group_options.peer_timeout = node_options.link.peer_timeout;
   auto group = collective::Group::make(std::move(joined.transport), group_options, std::move(joined.team));
   if (eager) group->connect_all();
   return group;

@@ -65,9 +65,6 @@ void Group::share_memory(std::unique_ptr<transport::HostTeam> team) {
     if (!self) return;
     self->post([self = self.get(), cause, news = Error(cause.kind(), news)] { self->fail(cause, true, news); });
   };
-  hooks.connect = [weak = weak_from_this()](int rank) {
-    if (const auto self = weak.lock()) self->transport_->connect(rank);
-  };
   hooks.ended = [weak = weak_from_this()] {
     const auto self = weak.lock();
     if (!self) return;
@@ -77,7 +74,7 @@ void Group::share_memory(std::unique_ptr<transport::HostTeam> team) {
     }
     self->count_in_flight(-1);
   };
-  host_ = std::make_shared<HostQueue>(std::move(team), std::move(hooks));
+  host_ = std::make_shared<HostQueue>(std::move(team), options_.peer_timeout, std::move(hooks));
 }
 
 Group::~Group() {

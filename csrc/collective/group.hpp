@@ -33,9 +33,10 @@
 namespace torch_iroh::collective {
 
 struct GroupOptions {
-  std::string name;                     // for error texts
-  std::size_t chunk_bytes = 256 << 10;  // equal on all ranks
-  std::optional<Algorithm> algorithm;   // none: chosen by size and world
+  std::string name;                            // for error texts
+  std::size_t chunk_bytes = 256 << 10;         // equal on all ranks
+  std::optional<Algorithm> algorithm;          // none: chosen by size and world
+  Duration peer_timeout = milliseconds(3000);  // where ranks share memory; else the links have their own
 };
 
 struct GroupStats {

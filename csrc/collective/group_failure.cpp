@@ -54,7 +54,10 @@ void Group::abort(const Error& cause) {
 
 void Group::fail(const Error& given, bool tell_others) {
   const bool late = given.kind() == ErrorKind::timeout && current_;
-  const Error cause(given.kind(), given.what() + (late ? waiting_text() : ""));
+  std::string more;
+  if (late) more = waiting_text();
+  if (host_ && given.kind() == ErrorKind::timeout) more = host_->waiting_text();
+  const Error cause(given.kind(), given.what() + more);
   fail(cause, tell_others,
        late ? Error(cause.kind(), title_of(current_->sequence, current_->call.description) + ": " + cause.what())
             : cause);

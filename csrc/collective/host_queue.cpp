@@ -20,8 +20,6 @@ constexpr Duration kSpin = std::chrono::microseconds(5);
 // When to look whether the processes of the ranks that keep us waiting still run, and how often.
 constexpr Duration kFirstLook = milliseconds(20);
 constexpr Duration kNextLook = milliseconds(100);
-// A process that runs may be stopped, or hang: from here on its heartbeats tell.
-constexpr Duration kConnect = milliseconds(250);
 // How long to wait for the group to end what has been reported to it, before looking again.
 constexpr Duration kReported = milliseconds(1000);
 
@@ -35,9 +33,10 @@ void relax() {
 
 }  // namespace
 
-HostQueue::HostQueue(std::unique_ptr<HostTeam> team, Hooks hooks)
+HostQueue::HostQueue(std::unique_ptr<HostTeam> team, Duration peer_timeout, Hooks hooks)
     : team_(std::move(team)),
       hooks_(std::move(hooks)),
+      peer_timeout_(peer_timeout),
       may_spin_(static_cast<unsigned>(team_->world()) <= std::thread::hardware_concurrency()) {}
 
 void HostQueue::push(std::uint64_t sequence, CollectiveCall call, TimePoint deadline) {
@@ -120,7 +119,7 @@ std::optional<TimePoint> HostQueue::advance() {
       if (!current_ && !begin_next(again)) return again;
       const auto blocked = current_->run->step();
       if (!blocked) {
-        turn_ += current_->run->turns();
+        place_ = current_->run->next_place();
         end_current(nullptr);
         continue;
       }
@@ -158,7 +157,7 @@ bool HostQueue::begin_next(std::optional<TimePoint>& again) {
   if (call.prepare) std::exchange(call.prepare, nullptr)(call);
   const Request& request = call.request;
   current_->run = std::make_unique<HostRun>(*team_, moves_nothing(request) ? barrier_for(request) : request, call.work,
-                                            describe(call, "shared memory"), turn_);
+                                            describe(call, "shared memory"), place_);
   return true;
 }
 
@@ -175,32 +174,49 @@ TimePoint HostQueue::look_after(Current& current, TimePoint now) {
       throw Error(ErrorKind::peer_gone, "rank " + std::to_string(rank) + " is gone: it left the group");
     }
   }
-  if (!current.blocked_since) {
-    current.blocked_since = now;
-    current.look_at = after(now, kFirstLook);
-  }
+  if (current.look_at == TimePoint{}) current.look_at = after(now, kFirstLook);
   if (now >= current.look_at) {
     current.look_at = after(now, kNextLook);
-    for (const int rank : waiting) {
-      if (!team_->ended(rank)) continue;
-      throw Error(ErrorKind::peer_gone, "rank " + std::to_string(rank) + " is gone: its process (" +
-                                            std::to_string(team_->pid_of(rank)) + ") ended");
-    }
-    if (!current.connected && now - *current.blocked_since >= kConnect) {
-      current.connected = true;
-      for (const int rank : waiting) hooks_.connect(rank);
-    }
+    look_at_processes(waiting, now);
   }
   return std::min(current.queued.deadline, current.look_at);
 }
 
-Error HostQueue::late() const {
+void HostQueue::look_at_processes(const std::vector<int>& ranks, TimePoint now) {
+  // A look that comes late means that this process stood still itself: then nobody's time counts.
+  if (now - looked_at_ > 3 * kNextLook) stopped_since_.clear();
+  looked_at_ = now;
+  std::map<int, TimePoint> stopped;
+  for (const int rank : ranks) {
+    const std::string process = "its process (" + std::to_string(team_->pid_of(rank)) + ")";
+    const std::string gone = "rank " + std::to_string(rank) + " is gone: ";
+    if (team_->ended(rank)) throw Error(ErrorKind::peer_gone, gone + process + " ended");
+    if (!team_->stopped(rank)) continue;
+    const auto known = stopped_since_.find(rank);
+    const TimePoint since = known == stopped_since_.end() ? now : known->second;
+    stopped.emplace(rank, since);
+    if (now - since < peer_timeout_) continue;
+    throw Error(ErrorKind::peer_gone,
+                gone + process + " has been stopped for " + to_text(now - since) + " (a signal, or a debugger)");
+  }
+  stopped_since_ = std::move(stopped);
+}
+
+std::string HostQueue::waiting_text() {
+  const std::unique_lock lock(drive_mutex_, std::try_to_lock);
+  return lock && current_ ? still_waiting() : "";
+}
+
+std::string HostQueue::still_waiting() const {
   const auto waiting = current_->run->waiting_for();
   std::vector<int> silent;
   std::copy_if(waiting.begin(), waiting.end(), std::back_inserter(silent),
                [&](int rank) { return !current_->run->has_begun(rank); });
-  return {ErrorKind::timeout,
-          timed_out(current_->queued.call.timeout, team_->rank()) + still_waiting_for(waiting, silent)};
+  return still_waiting_for(waiting, silent);
+}
+
+Error HostQueue::late() const {
+  return {ErrorKind::timeout, timed_out(current_->queued.call.timeout, team_->rank()) + still_waiting()};
 }
 
 std::string HostQueue::title() const {
@@ -209,15 +225,8 @@ std::string HostQueue::title() const {
 
 void HostQueue::report(const Error& given) {
   reported_ = true;
-  Error cause = given;
-  std::string news = given.what();
-  if (current_ && given.kind() == ErrorKind::mismatch) {
-    news = "the ranks disagree about collective #" + std::to_string(current_->queued.sequence) + ": " + given.what();
-    cause = Error(given.kind(), news);
-  } else if (current_ && given.kind() == ErrorKind::timeout) {
-    news = title() + ": " + given.what();
-  }
-  hooks_.fail(cause, news);
+  const bool late = current_ && given.kind() == ErrorKind::timeout;
+  hooks_.fail(given, (late ? title() + ": " : "") + given.what());
 }
 
 void HostQueue::end_current(const Error* error) {

@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "collective/call.hpp"
 #include "collective/host_run.hpp"
@@ -23,11 +25,11 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   // Called on the thread that does the work, with no lock of the group held.
   struct Hooks {
     std::function<void(const Error& cause, const std::string& news)> fail;  // leads to fail() below
-    std::function<void(int rank)> connect;  // that rank keeps us waiting: find out whether it lives
-    std::function<void()> ended;            // one operation less in flight
+    std::function<void()> ended;                                            // one operation less in flight
   };
 
-  HostQueue(std::unique_ptr<transport::HostTeam> team, Hooks hooks);
+  // `peer_timeout`: how long a rank may stand still (its process stopped) before it is given up.
+  HostQueue(std::unique_ptr<transport::HostTeam> team, Duration peer_timeout, Hooks hooks);
 
   // Thread-safe, all of them. After `push` somebody must drive it or attend to it.
   void push(std::uint64_t sequence, CollectiveCall call, TimePoint deadline);
@@ -37,6 +39,7 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   // Everything in flight ends with `cause`, and so does what comes later. `news`: for the other ranks, unless empty.
   void fail(const Error& cause, const std::string& news);
   void leave();
+  std::string waiting_text();  // "; still waiting for rank 2", unless it moves right now
 
   // Goes on as far as it can, unless another thread is at it. Until when it can wait; nullopt: nothing is left to do.
   std::optional<TimePoint> advance_if_free();
@@ -50,9 +53,7 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   struct Current {
     Queued queued;
     std::unique_ptr<HostRun> run;
-    std::optional<TimePoint> blocked_since{};
-    TimePoint look_at = kNever;
-    bool connected = false;
+    TimePoint look_at{};  // at the processes of those who keep us waiting; unset: it has not waited yet
   };
 
   std::optional<TimePoint> advance();
@@ -61,12 +62,16 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   void end_all(const Error& cause);
   void report(const Error& cause);
   std::optional<Error> failed() const;
-  TimePoint look_after(Current& current, TimePoint now);  // throws what keeps this operation from ever ending
+  // When to look again. Throws what keeps this operation from ever ending.
+  TimePoint look_after(Current& current, TimePoint now);
+  void look_at_processes(const std::vector<int>& ranks, TimePoint now);
   Error late() const;
+  std::string still_waiting() const;
   std::string title() const;
 
   const std::unique_ptr<transport::HostTeam> team_;
   const Hooks hooks_;
+  const Duration peer_timeout_;
   const bool may_spin_;
 
   mutable std::mutex queue_mutex_;  // short: what other threads hand in
@@ -75,7 +80,9 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
 
   std::mutex drive_mutex_;  // held while working
   std::optional<Current> current_;
-  std::uint64_t turn_ = 0;
+  HostRun::Place place_;
+  std::map<int, TimePoint> stopped_since_;  // ranks that were seen standing still
+  TimePoint looked_at_{};
   bool reported_ = false;
   std::atomic<std::uint64_t> ended_{0};  // operations below this number are over
 };

@@ -6,6 +6,7 @@
 
 #include "base/error.hpp"
 #include "collective/builder.hpp"
+#include "collective/failure_text.hpp"
 #include "collective/reduce.hpp"
 
 namespace torch_iroh::collective {
@@ -29,14 +30,13 @@ std::size_t shown_bytes(const Request& request, const HostCut& cut, std::size_t 
 
 }  // namespace
 
-HostRun::HostRun(HostTeam& team, const Request& request, const Work& work, std::string description,
-                 std::uint64_t first_turn)
+HostRun::HostRun(HostTeam& team, const Request& request, const Work& work, std::string description, Place place)
     : team_(team),
       request_(request),
       work_(work),
       description_(std::move(description)),
       element_(size_of(work.dtype)),
-      first_turn_(first_turn),
+      place_(std::move(place)),
       cut_(cut_for_windows(request, HostTeam::kWindowBytes / element_, kMostRedundantBytes / element_)) {
   if (team.direct() && shown_bytes(request, cut_, element_) > kMostShownBytes) {
     cut_ = cut_for_direct(cut_);
@@ -87,7 +87,7 @@ bool HostRun::takes_from(int rank) const {
 
 std::optional<HostRun::Blocked> HostRun::step() {
   for (;;) {
-    const std::uint64_t turn = first_turn_ + round_;
+    const std::uint64_t turn = place_.turn + round_;
     switch (moment_) {
       case Moment::enter:
         // The place for this turn's call and window was that of the turn before the last.
@@ -154,14 +154,16 @@ void HostRun::begin_round() {
 }
 
 void HostRun::show() {
-  const std::uint64_t turn = first_turn_ + round_;
+  const std::uint64_t turn = place_.turn + round_;
   HostTeam::Call& call = team_.call(turn);
   call.rounds = rounds_;
   call.direct = direct_;
   call.addresses[0] = reinterpret_cast<std::uint64_t>(scaled_ ? scaled_.get() : work_.input);
   call.addresses[1] = reinterpret_cast<std::uint64_t>(work_.output);
   call.addresses[2] = reinterpret_cast<std::uint64_t>(scratch_.get());
-  call.set_text(description_);
+  call.history = place_.history;
+  call.text.set(description_);
+  call.previous.set(place_.previous);
   if (request_.op == Op::all_to_all) {
     const auto amounts = team_.amounts(turn);
     std::uint64_t offset = 0;
@@ -182,21 +184,30 @@ void HostRun::show() {
 }
 
 void HostRun::check_call(int rank) const {
-  const HostTeam::Call& theirs = team_.call_of(rank, first_turn_ + round_);
-  const std::string text = theirs.get_text();
-  const std::string mine = description_.substr(0, HostTeam::Call::kMostText);
-  if (text != mine) {
-    throw Error(ErrorKind::mismatch, "rank " + std::to_string(request_.rank) + " called " + mine + ", rank " +
+  const HostTeam::Call& theirs = team_.call_of(rank, place_.turn + round_);
+  const auto compare = [&](std::uint64_t sequence, const std::string& full, const HostTeam::Text& other) {
+    const std::string mine = full.substr(0, HostTeam::Text::kMostBytes);
+    const std::string text = other.get();
+    if (text == mine) return;
+    throw Error(ErrorKind::mismatch, "the ranks disagree about collective #" + std::to_string(sequence) + ": rank " +
+                                         std::to_string(request_.rank) + " called " + mine + ", rank " +
                                          std::to_string(rank) + " called " + text);
+  };
+  if (theirs.history != place_.history) {
+    compare(place_.sequence - 1, place_.previous, theirs.previous);
+    throw Error(ErrorKind::mismatch, "rank " + std::to_string(request_.rank) + " and rank " + std::to_string(rank) +
+                                         " called different collectives before #" + std::to_string(place_.sequence));
   }
+  compare(place_.sequence, description_, theirs.text);
   if (request_.op == Op::all_to_all) check_amounts(rank);
 }
 
 void HostRun::check_amounts(int rank) const {
-  const auto amount = team_.amounts_of(rank, first_turn_ + round_)[static_cast<std::size_t>(request_.rank)];
+  const auto amount = team_.amounts_of(rank, place_.turn + round_)[static_cast<std::size_t>(request_.rank)];
   const std::uint64_t expected = request_.blocks[static_cast<std::size_t>(rank)];
   if (amount.count == expected) return;
-  throw Error(ErrorKind::mismatch, "rank " + std::to_string(rank) + " sends " + std::to_string(amount.count) +
+  throw Error(ErrorKind::mismatch, "the ranks disagree about " + title_of(place_.sequence, description_) + ": rank " +
+                                       std::to_string(rank) + " sends " + std::to_string(amount.count) +
                                        " elements to rank " + std::to_string(request_.rank) + ", which expects " +
                                        std::to_string(expected));
 }
@@ -204,12 +215,12 @@ void HostRun::check_amounts(int rank) const {
 // An all_to_all has as many rounds as the rank with the longest part for another.
 void HostRun::agree_on_rounds() {
   for (int rank = 0; rank < request_.world; ++rank) {
-    if (rank != request_.rank) rounds_ = std::max(rounds_, team_.call_of(rank, first_turn_).rounds);
+    if (rank != request_.rank) rounds_ = std::max(rounds_, team_.call_of(rank, place_.turn).rounds);
   }
 }
 
 std::uint64_t HostRun::address_of(const Shown& from, std::uint64_t element) const {
-  const std::uint64_t turn = first_turn_ + round_;
+  const std::uint64_t turn = place_.turn + round_;
   std::uint64_t offset = from.offset + element;
   if (request_.op == Op::all_to_all) {
     offset += team_.amounts_of(from.peer, turn)[static_cast<std::size_t>(request_.rank)].offset;
@@ -220,7 +231,7 @@ std::uint64_t HostRun::address_of(const Shown& from, std::uint64_t element) cons
 // `count` elements from `element` on: in the peer's window, or read into `buffer`.
 const std::byte* HostRun::shown(const Shown& from, std::uint64_t element, std::uint64_t count,
                                 std::byte* buffer) const {
-  const std::uint64_t turn = first_turn_ + round_;
+  const std::uint64_t turn = place_.turn + round_;
   if (from.peer == request_.rank || !team_.call_of(from.peer, turn).direct) {
     return team_.window_of(from.peer, turn) + (from.in_window + element) * element_;
   }
@@ -263,7 +274,7 @@ void HostRun::reduce_terms() {
       finish(work_.reduce, work_.dtype, sum, count, request_.world);
     }
     if (plan_.shows_sum && !direct_) {
-      std::byte* const window = team_.window(first_turn_ + round_) + (plan_.sum_in_window + first) * element_;
+      std::byte* const window = team_.window(place_.turn + round_) + (plan_.sum_in_window + first) * element_;
       std::memcpy(window, sum, count * element_);
     }
   }
@@ -278,7 +289,7 @@ void HostRun::check_sources() const {
 }
 
 std::vector<int> HostRun::waiting_for() const {
-  const std::uint64_t turn = first_turn_ + round_;
+  const std::uint64_t turn = place_.turn + round_;
   std::vector<int> ranks;
   const auto add = [&](int rank, std::uint64_t phase) {
     if (rank != request_.rank && team_.phase(rank) < phase) ranks.push_back(rank);
@@ -299,8 +310,16 @@ std::vector<int> HostRun::waiting_for() const {
   return ranks;
 }
 
+HostRun::Place HostRun::next_place() const {
+  std::uint64_t history = place_.history ^ 0xcbf29ce484222325;  // FNV-1a
+  for (const char character : description_) {
+    history = (history ^ static_cast<unsigned char>(character)) * 0x100000001b3;
+  }
+  return {place_.sequence + 1, place_.turn + rounds_, history, description_};
+}
+
 bool HostRun::has_begun(int rank) const {
-  return team_.phase(rank) >= phase_of(first_turn_, kShown);
+  return team_.phase(rank) >= phase_of(place_.turn, kShown);
 }
 
 }  // namespace torch_iroh::collective

@@ -22,16 +22,20 @@ class HostRun {
     std::uint64_t phase = 0;
   };
 
-  // `description` is compared with that of every rank that something is taken from. A turn is one round of one call:
-  // they are counted through all calls of a group, alike on all ranks.
-  HostRun(transport::HostTeam& team, const Request& request, const Work& work, std::string description,
-          std::uint64_t first_turn);
+  // Where a call stands among all calls of its group.
+  struct Place {
+    std::uint64_t sequence = 0;
+    std::uint64_t turn = 0;     // rounds of all calls before, alike on all ranks
+    std::uint64_t history = 0;  // what stands for their descriptions
+    std::string previous{};     // the last of these
+  };
+
+  // `description` and what was called before are compared with those of every rank that something is taken from.
+  HostRun(transport::HostTeam& team, const Request& request, const Work& work, std::string description, Place place);
 
   // Goes on as far as it can. nullopt: finished. Throws Error (mismatch, peer_gone).
   std::optional<Blocked> step();
-
-  std::uint64_t turns() const { return rounds_; }  // once it has finished
-  const std::string& description() const { return description_; }
+  Place next_place() const;  // once it has finished
   // Ranks that have not come as far as this rank needs, and those among them that have not begun this call.
   std::vector<int> waiting_for() const;
   bool has_begun(int rank) const;
@@ -61,7 +65,7 @@ class HostRun {
   const Work work_;
   const std::string description_;
   const std::size_t element_;
-  const std::uint64_t first_turn_;
+  const Place place_;
   HostCut cut_;
   bool direct_ = false;
   std::uint64_t rounds_ = 1;

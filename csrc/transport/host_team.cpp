@@ -35,18 +35,17 @@ struct HostTeam::Mailbox {
   alignas(64) std::atomic<std::uint64_t> phase;
   alignas(64) std::atomic<std::int32_t> awaited;
   alignas(64) std::atomic<Standing> standing;
-  std::uint16_t reason_bytes;
-  char reason[Call::kMostText];
+  Text reason;
   alignas(64) Call calls[2];
 };
 
-void HostTeam::Call::set_text(const std::string& given) {
-  text_bytes = static_cast<std::uint16_t>(std::min(given.size(), kMostText));
-  std::copy_n(given.data(), text_bytes, text);
+void HostTeam::Text::set(const std::string& given) {
+  bytes = static_cast<std::uint16_t>(std::min(given.size(), kMostBytes));
+  std::copy_n(given.data(), bytes, characters);
 }
 
-std::string HostTeam::Call::get_text() const {
-  return printable({text, std::min<std::size_t>(text_bytes, kMostText)});
+std::string HostTeam::Text::get() const {
+  return printable({characters, std::min<std::size_t>(bytes, kMostBytes)});
 }
 
 HostTeam::HostTeam(int rank, int world)
@@ -193,12 +192,15 @@ HostTeam::Standing HostTeam::standing(int rank) const {
 }
 
 std::string HostTeam::reason_of(int rank) const {
-  const Mailbox& box = mailbox(rank);
-  return printable({box.reason, std::min<std::size_t>(box.reason_bytes, Call::kMostText)});
+  return mailbox(rank).reason.get();
 }
 
 bool HostTeam::ended(int rank) const {
   return peers_[static_cast<std::size_t>(rank)].process.ended();
+}
+
+bool HostTeam::stopped(int rank) const {
+  return peers_[static_cast<std::size_t>(rank)].process.stopped();
 }
 
 pid_t HostTeam::pid_of(int rank) const {
@@ -208,8 +210,7 @@ pid_t HostTeam::pid_of(int rank) const {
 void HostTeam::fail(const std::string& reason) {
   Mailbox& box = mailbox(own_);
   if (box.standing.load() != Standing::present) return;
-  box.reason_bytes = static_cast<std::uint16_t>(std::min(reason.size(), Call::kMostText));
-  std::copy_n(reason.data(), box.reason_bytes, box.reason);
+  box.reason.set(reason);
   box.standing.store(Standing::failed, std::memory_order_seq_cst);
   ring_all();
 }

@@ -29,17 +29,22 @@ struct HostIntroduction {
 
 class HostTeam {
  public:
+  struct Text {  // what does not fit is cut
+    static constexpr std::size_t kMostBytes = 1000;
+    std::uint16_t bytes = 0;
+    char characters[kMostBytes] = {};
+
+    void set(const std::string& given);
+    std::string get() const;
+  };
   // What a rank shows of one turn. Addresses are of its own process.
   struct Call {
-    static constexpr std::size_t kMostText = 1000;
     std::uint64_t rounds = 1;
     std::uint64_t addresses[3] = {};  // input, output, scratch
     bool direct = false;              // readers take its bytes from there; else from its window
-    std::uint16_t text_bytes = 0;
-    char text[kMostText] = {};
-
-    void set_text(const std::string& given);
-    std::string get_text() const;
+    std::uint64_t history = 0;        // what stands for all calls before this one
+    Text text{};                      // this call
+    Text previous{};                  // the one before, which a rank may have ended without being compared
   };
   struct Amount {  // of what one rank has for another (all_to_all), in elements
     std::uint64_t offset = 0;
@@ -83,6 +88,7 @@ class HostTeam {
   Standing standing(int rank) const;
   std::string reason_of(int rank) const;  // why it failed
   bool ended(int rank) const;             // its process
+  bool stopped(int rank) const;           // its process, by a signal or a debugger
   pid_t pid_of(int rank) const;
 
   void fail(const std::string& reason);

@@ -114,6 +114,17 @@ bool ProcessHandle::ended() const {
   return poll(&watched, 1, 0) > 0;
 }
 
+bool ProcessHandle::stopped() const {
+  std::ifstream file("/proc/" + std::to_string(pid_) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  // "pid (name) state ...", and a name may hold anything.
+  const auto name_end = line.rfind(')');
+  if (name_end == std::string::npos || name_end + 2 >= line.size()) return false;
+  const char state = line[name_end + 2];
+  return state == 'T' || state == 't';
+}
+
 void ProcessHandle::read(std::uint64_t address, std::byte* to, std::size_t bytes) const {
   while (bytes > 0) {
     // One call takes less than 2 GiB.
@@ -158,6 +169,9 @@ ProcessHandle::ProcessHandle(pid_t) {
 }
 ProcessHandle::~ProcessHandle() = default;
 bool ProcessHandle::ended() const {
+  return false;
+}
+bool ProcessHandle::stopped() const {
   return false;
 }
 void ProcessHandle::read(std::uint64_t, std::byte*, std::size_t) const {

@@ -46,6 +46,7 @@ class ProcessHandle {
 
   pid_t pid() const { return pid_; }
   bool ended() const;
+  bool stopped() const;
   // Copies `bytes` from `address` of that process; its owner keeps that memory still. Throws Error(peer_gone).
   void read(std::uint64_t address, std::byte* to, std::size_t bytes) const;
 

@@ -54,9 +54,9 @@ class World {
       hooks.fail = [this, rank](const Error& cause, const std::string& news) {
         queues_[static_cast<std::size_t>(rank)]->fail(cause, news);
       };
-      hooks.connect = [](int) {};
       hooks.ended = [] {};
-      queues_.push_back(std::make_shared<HostQueue>(std::move(teams[static_cast<std::size_t>(rank)]), hooks));
+      queues_.push_back(
+          std::make_shared<HostQueue>(std::move(teams[static_cast<std::size_t>(rank)]), kPatience, hooks));
     }
   }
   ~World() {
@@ -289,6 +289,26 @@ TEST_CASE("host: two different calls are an error that names both, on every rank
     CHECK(contains(text, "the ranks disagree about collective #0"));
     CHECK(contains(text, "float32[13]"));
     CHECK(contains(text, "float32[14]"));
+  }
+}
+
+TEST_CASE("host: two calls that nobody compares are found out by the next one") {
+  World ranks(2);
+  std::vector<std::vector<Part>> parts(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    // Each is its own root, and its bytes are in its window: none waits for the other.
+    auto& mine = parts[static_cast<std::size_t>(rank)];
+    mine.push_back(make_part(Op::broadcast, rank, 2, 13, rank));
+    mine.push_back(make_part(Op::barrier, rank, 2, 0, 0));
+    for (std::uint64_t i = 0; i < 2; ++i) push(ranks[rank], mine[i], i);
+    ranks[rank].attend();
+  }
+  for (const auto& mine : parts) {
+    const std::string text = text_of(*mine[1].outcome);
+    INFO(text);
+    CHECK(contains(text, "the ranks disagree about collective #0"));
+    CHECK(contains(text, "root 0"));
+    CHECK(contains(text, "root 1"));
   }
 }
 
