@@ -3,15 +3,17 @@
 #include <algorithm>
 #include <numeric>
 
+#include "collective/hierarchy.hpp"
+
 namespace torch_iroh::collective {
 namespace {
 
 // Up to this many bytes per rank pair one step of small messages beats a ring of them.
 constexpr std::size_t kDirectBytes = 64 << 10;
 
-bool only_direct(Op op) {
-  return op == Op::gather || op == Op::scatter || op == Op::all_to_all || op == Op::barrier;
-}
+// Above this many ranks, one step of small messages costs its ranks more than the hops of log2 N rounds.
+constexpr std::int32_t kDirectWorld = 8;
+
 bool has_root(Op op) {
   return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter;
 }
@@ -19,11 +21,21 @@ bool has_root(Op op) {
 }  // namespace
 
 Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, std::optional<Algorithm> pinned) {
-  if (only_direct(request.op)) return Algorithm::direct;
-  if (pinned) return *pinned;
+  if (request.op == Op::barrier) return Algorithm::direct;
+  if (pinned) return nearest(*pinned, request);
   if (request.world <= 2) return Algorithm::direct;
   const std::uint64_t count = std::accumulate(request.blocks.begin(), request.blocks.end(), request.count);
-  return count * element_bytes <= kDirectBytes ? Algorithm::direct : Algorithm::ring;
+  if (count * element_bytes > kDirectBytes) return nearest(Algorithm::ring, request);
+  if (request.world <= kDirectWorld) return Algorithm::direct;
+  switch (request.op) {
+    case Op::all_gather:
+    case Op::all_to_all: return nearest(Algorithm::bruck, request);
+    case Op::reduce_scatter: return Algorithm::butterfly;
+    case Op::all_reduce:
+    case Op::reduce:
+    case Op::broadcast: return Algorithm::tree;
+    default: return Algorithm::direct;
+  }
 }
 
 std::string describe(const CollectiveCall& call) {
@@ -42,7 +54,10 @@ std::string describe(const CollectiveCall& call) {
     for (std::size_t i = 0; i < std::min(blocks.size(), kMostListed); ++i) text += " " + std::to_string(blocks[i]);
   }
   if (has_root(request.op)) text += ", root " + std::to_string(request.root);
-  return text + ", " + std::string(name_of(request.algorithm)) + ")";
+  text += ", " + std::string(name_of(request.algorithm));
+  // Ranks that see other levels would run other schedules.
+  if (request.algorithm == Algorithm::hierarchical && request.hierarchy) text += " " + request.hierarchy->text();
+  return text + ")";
 }
 
 }  // namespace torch_iroh::collective

@@ -14,12 +14,13 @@
 
 #include "collective/schedule.hpp"
 #include "collective/verifier.hpp"
+#include "requests.hpp"
 #include "support.hpp"
 
 namespace {
 
 using namespace torch_iroh::collective;
-using Blocks = std::vector<std::uint64_t>;
+using namespace torch_iroh::testing;
 
 // Schedules are values: the plain build proves them all. Sanitizers watch the memory of makers and verifier, which
 // every kind of world shows: a power of two or not, odd or even, smaller or larger than the count.
@@ -29,46 +30,7 @@ const std::vector<std::int32_t> kWorlds = torch_iroh::testing::kSanitized
 const std::vector<std::uint64_t> kCounts = torch_iroh::testing::kSanitized
                                                ? std::vector<std::uint64_t>{0, 1, 13}
                                                : std::vector<std::uint64_t>{0, 1, 2, 13, 64};
-const std::vector<Op> kOps = {Op::all_reduce, Op::reduce,  Op::broadcast,  Op::all_gather, Op::reduce_scatter,
-                              Op::gather,     Op::scatter, Op::all_to_all, Op::barrier};
 const std::vector<Algorithm> kAlgorithms = {Algorithm::ring, Algorithm::direct};
-
-bool has_root(Op op) {
-  return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter;
-}
-bool has_blocks(Op op) {
-  return op == Op::all_gather || op == Op::reduce_scatter || op == Op::gather || op == Op::scatter;
-}
-
-Blocks even(std::int32_t world, std::uint64_t count) {
-  return Blocks(static_cast<std::size_t>(world), count);
-}
-Blocks uneven(std::int32_t world, std::uint64_t count) {
-  Blocks blocks;
-  for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(world); ++i)
-    blocks.push_back(i % 3 == 1 ? 0 : count * (i % 4 + 1) / 2);
-  return blocks;
-}
-
-Request request_of(Op op, Algorithm algorithm, std::int32_t world, std::uint64_t count, std::int32_t root = 0) {
-  Request request;
-  request.op = op;
-  request.algorithm = algorithm;
-  request.world = world;
-  request.root = root;
-  request.count = count;
-  if (has_blocks(op) || op == Op::all_to_all) request.blocks = even(world, count);
-  if (op == Op::all_to_all) request.send_blocks = even(world, count);
-  return request;
-}
-
-std::string text_of(const Request& request) {
-  std::string text = std::string(name_of(request.op)) + " by " + std::string(name_of(request.algorithm)) + ", world " +
-                     std::to_string(request.world) + ", root " + std::to_string(request.root) + ", count " +
-                     std::to_string(request.count) + ", blocks";
-  for (const std::uint64_t block : request.blocks) text += " " + std::to_string(block);
-  return text + ": ";
-}
 
 void expect_right(const Request& request) {
   const std::vector<Program> programs = programs_of(request);
