@@ -2,21 +2,23 @@
 // all-gather. As few rounds as a tree and as few bytes as a ring, for any number of ranks. Best for medium tensors in
 // larger worlds.
 //
-// Words: N ranks; S elements in all; a shard is shard_of(S, N, i), a block is what the request says. The *reaches* are
-// N, ceil(N/2), ceil(N/4), ..., 1 (each half of the one before, rounded up): at reach s rank r still works on the
-// blocks r, r+1, ..., r+s-1 (mod N). A run of blocks that passes block N-1 is two ranges, hence up to two messages.
+// Words: N ranks; S elements in all; a shard is shard_of(S, N, i), a block is what the request says; a *run* is some
+// blocks in a row (mod N). A run that passes block N-1 is two ranges, hence two messages. Empty ones are not sent.
 //
-// 5 ranks, reaches 5, 3, 2, 1; all indices mod 5:
+// N a power of two: recursive halving and doubling (Rabenseifner). 4 ranks:
+//   reduce-scatter  distance 2: 0 <-> 2, 1 <-> 3: each sends the half of the blocks where it is not itself, adds the
+//                   other to its own half;  distance 1: 0 <-> 1, 2 <-> 3: likewise with that half
+//   all-gather      the same backwards
+// Any other N: the same on a circle (Traeff), where nobody is folded in and out and nobody sends more. The *reaches*
+// are N, ceil(N/2), ceil(N/4), ..., 1: at reach s rank r still works on the blocks r, r+1, ..., r+s-1. 5 ranks, mod 5:
 //   reduce-scatter  5 -> 3: r sends blocks r+3, r+4 to r+3, adds what r-3 sends to blocks r, r+1
 //                   3 -> 2: r sends block r+2 to r+2, adds what r-2 sends to block r
 //                   2 -> 1: r sends block r+1 to r+1, adds what r-1 sends to block r, which is whole now
 //   all-gather      the same backwards: r sends block r to r-1; block r to r-2; blocks r, r+1 to r-3
-// For N a power of two these are the distances and amounts of recursive halving and doubling (Rabenseifner); unlike
-// there, other N need no extra ranks folded in and out, and nobody sends more than (N-1)/N of the data.
 // Every block is summed once, along one tree that ends at its owner, and the owner's bits are what all others get.
 //
-// Source: J. L. Traeff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", arXiv:2410.14234, 2024;
-// R. Rabenseifner, "Optimization of collective reduction operations", ICCS 2004.
+// Source: R. Rabenseifner, "Optimization of collective reduction operations", ICCS 2004; J. L. Traeff, "Optimal,
+// non-pipelined reduce-scatter and allreduce algorithms", arXiv:2410.14234, 2024.
 #include <algorithm>
 #include <utility>
 
@@ -26,138 +28,141 @@ namespace torch_iroh::collective {
 
 namespace {
 
-// N, ceil(N/2), ..., 1.
-std::vector<std::int32_t> reaches_of(std::int32_t world) {
-  std::vector<std::int32_t> reaches = {world};
-  while (reaches.back() > 1) reaches.push_back((reaches.back() + 1) / 2);
-  return reaches;
+struct Run {
+  std::int32_t first = 0;
+  std::int32_t count = 0;
+};
+
+// A round of the reduce-scatter. The all-gather goes through the rounds from the last on, and in each direction back:
+// it sends `get` to `from`, and receives `give` from `to`.
+struct Round {
+  std::int32_t to = 0, from = 0;
+  Run give, get;
+};
+
+std::vector<Round> rounds_of(std::int32_t rank, std::int32_t world) {
+  std::vector<Round> rounds;
+  if ((world & (world - 1)) == 0) {
+    for (std::int32_t distance = world / 2; distance > 0; distance /= 2) {
+      const std::int32_t partner = rank ^ distance;
+      rounds.push_back({partner, partner, {partner & -distance, distance}, {rank & -distance, distance}});
+    }
+    return rounds;
+  }
+  for (std::int32_t reach = world; reach > 1;) {
+    const std::int32_t keep = (reach + 1) / 2;
+    const std::int32_t to = wrap(std::int64_t{rank} + keep, world);
+    rounds.push_back({to, wrap(std::int64_t{rank} - keep, world), {to, reach - keep}, {rank, reach - keep}});
+    reach = keep;
+  }
+  return rounds;
 }
 
-// `block(i)` is where block i lies, for i in 0..world-1, one behind the other.
+// The ranges of a run. `block(i)` is where block i lies, for i in 0..world-1, one behind the other.
 template <typename Block>
-class Runs {
- public:
-  Runs(std::int32_t world, Block block) : world_(world), block_(std::move(block)) {}
-
-  std::int32_t world() const { return world_; }
-
-  // Blocks first, first+1, ..., `count` of them (mod N): one range, or two where they pass the end.
-  std::vector<Range> of(std::int64_t first, std::int32_t count) const {
-    const std::int32_t begin = wrap(first, world_);
-    const std::int32_t whole = std::min(count, world_ - begin);
-    std::vector<Range> runs;
-    if (whole > 0) runs.push_back(run(begin, whole));
-    if (count > whole) runs.push_back(run(0, count - whole));
-    return runs;
-  }
-
- private:
-  Range run(std::int32_t from, std::int32_t length) const {
-    const Range first = block_(from);
-    const Range last = block_(from + length - 1);
-    return {first.offset, last.offset + last.count - first.offset};
-  }
-
-  const std::int32_t world_;
-  const Block block_;
-};
+std::vector<Range> ranges_of_run(Run run, std::int32_t world, const Block& block) {
+  const auto range = [&](std::int32_t from, std::int32_t count) {
+    const Range first = block(from);
+    const Range last = block(from + count - 1);
+    return Range{first.offset, last.offset + last.count - first.offset};
+  };
+  const std::int32_t whole = std::min(run.count, world - run.first);
+  std::vector<Range> ranges = {range(run.first, whole)};
+  if (run.count > whole) ranges.push_back(range(0, run.count - whole));
+  return ranges;
+}
 
 // The second half: all have their own block of output, all end with all.
 template <typename Block>
-void gather_all(ScheduleBuilder& builder, const Runs<Block>& runs, std::int64_t rank) {
-  const std::vector<std::int32_t> reaches = reaches_of(runs.world());
-  for (std::size_t i = reaches.size() - 1; i > 0; --i) {
-    const std::int32_t have = reaches[i];
-    const std::int32_t get = reaches[i - 1] - have;
-    for (const Range& run : runs.of(rank, get))
-      builder.send(wrap(rank - have, runs.world()), slice_of(Buffer::output, run));
-    for (const Range& run : runs.of(rank + have, get))
-      builder.recv(wrap(rank + have, runs.world()), slice_of(Buffer::output, run));
+void gather_all(ScheduleBuilder& builder, const Request& request, const Block& block) {
+  const std::vector<Round> rounds = rounds_of(request.rank, request.world);
+  for (auto round = rounds.rbegin(); round != rounds.rend(); ++round) {
+    for (const Range& range : ranges_of_run(round->get, request.world, block))
+      builder.send(round->from, slice_of(Buffer::output, range));
+    for (const Range& range : ranges_of_run(round->give, request.world, block))
+      builder.recv(round->to, slice_of(Buffer::output, range));
   }
 }
 
 }  // namespace
 
-// In place in output. At most 4 ceil(log2 N) - 2 messages, 2 ceil(log2 N) for ranks whose runs pass no end; 2S(N-1)/N
-// elements when N divides S.
+// In place in output. 2 log2 N messages for a power of two; else at most 4 ceil(log2 N) - 2, and 2 ceil(log2 N) at
+// ranks whose runs pass no end. 2S(N-1)/N elements when N divides S. log2 N peers, or twice that.
 // What was sent is not touched again until the all-gather overwrites it: write after read, so it waits for that send.
 Schedule butterfly_all_reduce(const Request& request) {
-  const std::int32_t world = request.world;
-  const std::int64_t rank = request.rank;
-  const auto shard = [&](std::int32_t index) { return shard_of(request.count, world, index); };
-  const Runs runs(world, shard);
-  const std::vector<std::int32_t> reaches = reaches_of(world);
+  const auto shard = [&](std::int32_t index) { return shard_of(request.count, request.world, index); };
   ScheduleBuilder builder;
-  for (std::size_t i = 1; i < reaches.size(); ++i) {
-    const std::int32_t keep = reaches[i];
-    const std::int32_t give = reaches[i - 1] - keep;
-    for (const Range& run : runs.of(rank + keep, give))
-      builder.send(wrap(rank + keep, world), slice_of(Buffer::output, run));
-    for (const Range& run : runs.of(rank, give))
-      builder.recv_reduce(wrap(rank - keep, world), slice_of(Buffer::output, run), slice_of(Buffer::output, run));
+  for (const Round& round : rounds_of(request.rank, request.world)) {
+    for (const Range& range : ranges_of_run(round.give, request.world, shard))
+      builder.send(round.to, slice_of(Buffer::output, range));
+    for (const Range& range : ranges_of_run(round.get, request.world, shard))
+      builder.recv_reduce(round.from, slice_of(Buffer::output, range), slice_of(Buffer::output, range));
   }
   builder.finish(slice_of(Buffer::output, shard(request.rank)));
-  gather_all(builder, runs, rank);
+  gather_all(builder, request, shard);
   return builder.take();
 }
 
-// The first half, out of place: partial sums live in scratch, in the order of the run, so only the messages of the
-// first round, which read input, may be two. At most ceil(log2 N) + 1 messages; S - block(r) elements.
+// The first half, out of place: partial sums live in scratch, side by side, so only the messages of the first round,
+// which read input, may be two. ceil(log2 N) messages, or one more; S - block(r) elements.
 // With N odd the first round leaves the last block of the run unsummed: it is copied. Scratch: ceil(N/2) blocks.
 // In place: input's own block is read in the first round only, and what writes output depends on that sum (or is it).
 Schedule butterfly_reduce_scatter(const Request& request) {
   const std::int32_t world = request.world;
-  const std::int64_t rank = request.rank;
   const std::vector<Range> blocks = ranges_of(request.blocks);
-  const Slice output{Buffer::output, 0, blocks[request.rank].count};
+  const auto block = [&](std::int32_t index) { return blocks[index]; };
+  const Slice own = slice_of(Buffer::input, blocks[request.rank]);
+  const Slice output{Buffer::output, 0, own.count};
   ScheduleBuilder builder;
   if (world == 1) {
-    builder.copy(slice_of(Buffer::input, blocks[0]), output);
+    builder.copy(own, output);
     builder.finish(output);
     return builder.take();
   }
-  const Runs runs(world, [&](std::int32_t index) { return blocks[index]; });
-  const std::vector<std::int32_t> reaches = reaches_of(world);
-  std::vector<std::uint64_t> place = {0};  // in scratch, of the i-th block of the run
-  for (std::int32_t i = 0; i < reaches[1]; ++i) place.push_back(place.back() + blocks[wrap(rank + i, world)].count);
-  const auto partial = [&](std::int32_t first, std::int32_t end) {
-    return Slice{Buffer::scratch, place[first], place[end] - place[first]};
+  const std::vector<Round> rounds = rounds_of(request.rank, world);
+  const std::int32_t origin = rounds[0].get.first;  // the first block in scratch
+  const std::int32_t kept = (world + 1) / 2;
+  std::vector<std::uint64_t> place = {0};
+  for (std::int32_t i = 0; i < kept; ++i)
+    place.push_back(place.back() + blocks[wrap(std::int64_t{origin} + i, world)].count);
+  const auto partial = [&](Run run) {
+    const std::int32_t first = wrap(std::int64_t{run.first} - origin, world);
+    return Slice{Buffer::scratch, place[first], place[first + run.count] - place[first]};
   };
   builder.lend_scratch(world == 2 ? 0 : place.back());
   if (world % 2 == 1) {
-    const std::int32_t last = reaches[1] - 1;
-    builder.copy(slice_of(Buffer::input, blocks[wrap(rank + last, world)]), partial(last, last + 1));
+    const std::int32_t last = wrap(std::int64_t{origin} + kept - 1, world);
+    builder.copy(slice_of(Buffer::input, blocks[last]), partial({last, 1}));
   }
-  for (std::size_t i = 1; i < reaches.size(); ++i) {
-    const std::int32_t keep = reaches[i];
-    const std::int32_t give = reaches[i - 1] - keep;
-    const std::int32_t to = wrap(rank + keep, world);
-    const std::int32_t from = wrap(rank - keep, world);
-    if (i > 1) {
-      builder.send(to, partial(keep, keep + give));
-      builder.recv_reduce(from, partial(0, give), keep == 1 ? output : partial(0, give));
+  for (std::size_t i = 0; i < rounds.size(); ++i) {
+    const Round& round = rounds[i];
+    const bool last = i + 1 == rounds.size();
+    if (i > 0) {
+      builder.send(round.to, partial(round.give));
+      builder.recv_reduce(round.from, partial(round.get), last ? output : partial(round.get));
       continue;
     }
-    for (const Range& run : runs.of(rank + keep, give)) builder.send(to, slice_of(Buffer::input, run));
+    for (const Range& range : ranges_of_run(round.give, world, block))
+      builder.send(round.to, slice_of(Buffer::input, range));
     std::uint64_t at = 0;
-    for (const Range& run : runs.of(rank, give)) {
-      builder.recv_reduce(from, slice_of(Buffer::input, run),
-                          keep == 1 ? output : Slice{Buffer::scratch, at, run.count});
-      at += run.count;
+    for (const Range& range : ranges_of_run(round.get, world, block)) {
+      const Slice sum{last ? Buffer::output : Buffer::scratch, at, range.count};
+      builder.recv_reduce(round.from, slice_of(Buffer::input, range), sum);
+      at += range.count;
     }
   }
   builder.finish(output);
   return builder.take();
 }
 
-// The second half. At most 2 ceil(log2 N) - 1 messages; S less the blocks that come last, (N-1) blocks when even.
+// The second half. log2 N messages for a power of two, else at most 2 ceil(log2 N) - 1; (N-1) blocks when even.
 // In place: the copy is the only step that reads input (sends read output), so input may be output's own block.
 Schedule butterfly_all_gather(const Request& request) {
   const std::vector<Range> blocks = ranges_of(request.blocks);
   const Slice own = slice_of(Buffer::output, blocks[request.rank]);
   ScheduleBuilder builder;
   builder.copy({Buffer::input, 0, own.count}, own);
-  gather_all(builder, Runs(request.world, [&](std::int32_t index) { return blocks[index]; }), request.rank);
+  gather_all(builder, request, [&](std::int32_t index) { return blocks[index]; });
   return builder.take();
 }
 

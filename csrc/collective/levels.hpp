@@ -148,7 +148,7 @@ class LevelBuilder : public ScheduleBuilder {
   }
 
  private:
-  // Few members: one hop. More: few peers, so that the bound on fan-out holds over all levels together.
+  // Few members: one hop. More: few peers, at most 2 ceil(log2 size), since levels add up.
   static Algorithm default_of(Op op, std::int32_t size) {
     const bool rooted = op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter;
     return size <= 4 ? Algorithm::direct : rooted ? Algorithm::tree : Algorithm::butterfly;

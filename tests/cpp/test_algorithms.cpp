@@ -177,6 +177,9 @@ TEST_CASE("algorithms: messages, elements and fan-out are as the formulas say") 
       CHECK(it.messages <= 4 * rounds - (rounds > 0 ? 2 : 0));
       CHECK(it.elements == 20 * (n - 1));
       CHECK(it.peers.size() <= 2 * rounds);
+      const bool is_power = (n & (n - 1)) == 0;
+      if (is_power) CHECK(it.messages == 2 * rounds);
+      if (is_power) CHECK(it.peers.size() == rounds);
       it = sent(Algorithm::butterfly, Op::reduce_scatter, 10);
       CHECK(it.messages <= rounds + 1);
       CHECK(it.elements == 10 * (n - 1));

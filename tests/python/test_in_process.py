@@ -452,7 +452,8 @@ def test_world_is_a_sequence_of_its_ranks():
         ({"world": 2, "chunk_bytes": 32}, "multiple of 16 from 64 to 1048576"),
         ({"world": 2, "chunk_bytes": 100}, "multiple of 16 from 64 to 1048576"),
         ({"world": 2, "chunk_bytes": 2 << 20}, "multiple of 16 from 64 to 1048576"),
-        ({"world": 2, "algorithm": "tree"}, "unknown algorithm 'tree'; known: .*ring"),
+        ({"world": 2, "algorithm": "oak"}, "unknown algorithm 'oak'; known: ring, direct, .*bruck"),
+        ({"world": 2, "algorithm": "hierarchical"}, "unknown algorithm 'hierarchical'"),
     ],
 )
 def test_wrong_option_names_what_is_allowed(options, text):
