@@ -186,7 +186,8 @@ TEST_CASE("hierarchy: every operation is right at every world from 1 to 64, what
       const std::uint64_t count = large ? static_cast<std::uint64_t>(1 + world % 3) : 13;
       const auto seed = static_cast<unsigned>(world * 100 + bound);
       expect_all_right(uniform({world}, {.fan_out = bound}), count, large);
-      expect_all_right(random_groups(world, seed, {.fan_out = bound}), count, large);
+      if (!large || bound == (world % 2 == 0 ? 3 : 32))
+        expect_all_right(random_groups(world, seed, {.fan_out = bound}), count, large);
     }
     for (std::int32_t inner = 2; inner < world && !kSanitized; ++inner)
       if (world % inner == 0) expect_all_right(uniform({inner, world / inner}), 3, large);
@@ -283,7 +284,7 @@ TEST_CASE("hierarchy: one rank of a million costs its own steps only") {
           if (step.kind == StepKind::send) peers.insert(step.peer);
         CHECK(schedule.steps.size() <= 300);
         if (op != Op::barrier) CHECK(peers.size() <= 40);  // 4 levels of the default algorithms: 10 each at most
-        for (const Step& step : schedule.steps) {  // each message has its other end at the peer
+        for (const Step& step : schedule.steps) {          // each message has its other end at the peer
           if (step.kind != StepKind::send) continue;
           Request other = request;
           other.rank = step.peer;
