@@ -13,15 +13,14 @@
 // With groups of unequal sizes, as many ranks own parts as the smallest group of the level has; the others contribute
 // and receive. A single owner is a leader: the two inner halves are then a reduce and a broadcast.
 //
-// Peers: below the bound of hierarchy.hpp in every level, whatever runs there. With the defaults (direct up to 4 members,
-// butterfly or tree above) at most 10 per level of 32: at most 30 for 32,768 ranks and 40 for a million.
+// Peers: below the bound of hierarchy.hpp in every level, whatever runs there. With the defaults (direct up to 4
+// members, butterfly or tree above) at most 10 per level of 32: at most 30 for 32,768 ranks and 40 for a million.
 //
 // In place: a part's output is its own block of its input, or the same range, as schedule.hpp's rules for a collective
 // in place permit; parts over the same range are ordered like steps.
 //
 // Source: the composition is that of N. T. Karonis et al., "Exploiting hierarchy in parallel computer networks to
-// optimize collective operation performance", IPDPS 2000, and of A. R. Mamidala et al. (shared-memory all-reduce by
-// parallel leaders), here over any number of levels.
+// optimize collective operation performance", IPDPS 2000, with several leaders per group instead of one.
 #include "collective/levels.hpp"
 
 namespace torch_iroh::collective {

@@ -6,8 +6,7 @@
 // A half is the first (right) or last (left) part of a tensor or block; the right half is longer by an odd element.
 //
 // Source of the ring: P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-// workstations", JPDC 69(2), 2009; both directions at once as in E. Chan, M. Heimlich, A. Purkayastha and R. van de
-// Geijn, "Collective communication: theory, practice, and experience", CCPE 19(13), 2007.
+// workstations", JPDC 69(2), 2009.
 #include <algorithm>
 #include <array>
 
