@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -12,6 +13,7 @@
 #include <tuple>
 #include <vector>
 
+#include "collective/hierarchy.hpp"
 #include "collective/schedule.hpp"
 #include "collective/verifier.hpp"
 #include "requests.hpp"
@@ -83,11 +85,19 @@ void number_again(Program& program) {
 // The collectives whose schedules the mutation tests spoil, step by step.
 std::vector<Request> spoilable() {
   std::vector<Request> requests;
-  for (const Op op : kOps)
-    for (const Algorithm algorithm : kAlgorithms)
-      for (const std::int32_t world : {2, 4, 5})
-        if (op != Op::barrier || world != 5)  // its last round has slack: there some losses do no harm
-          requests.push_back(request_of(op, algorithm, world, 13, world / 2));
+  const auto levels = std::make_shared<const Hierarchy>(Hierarchy::of_groups(5, {{{3, 0}, {4, 2, 1}}}));
+  for (const Op op : kOps) {
+    for (int i = 0; i < kAlgorithmCount; ++i) {
+      for (const std::int32_t world : {2, 4, 5}) {
+        // The last round of the barrier by dissemination has slack: there some losses do no harm.
+        const auto algorithm = static_cast<Algorithm>(i);
+        if (op == Op::barrier && algorithm != Algorithm::hierarchical && world == 5) continue;
+        Request request = request_of(op, algorithm, world, 13, world / 2);
+        if (world == 5) request.hierarchy = levels;
+        if (supports(algorithm, request)) requests.push_back(request);
+      }
+    }
+  }
   return requests;
 }
 
