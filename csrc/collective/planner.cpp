@@ -21,9 +21,8 @@ bool has_root(Op op) {
 }  // namespace
 
 Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, std::optional<Algorithm> pinned) {
-  if (request.op == Op::barrier) return Algorithm::direct;
   if (pinned) return nearest(*pinned, request);
-  if (request.world <= 2) return Algorithm::direct;
+  if (request.world <= 2 || request.op == Op::barrier) return Algorithm::direct;
   const std::uint64_t count = std::accumulate(request.blocks.begin(), request.blocks.end(), request.count);
   if (count * element_bytes > kDirectBytes) return nearest(Algorithm::ring, request);
   if (request.world <= kDirectWorld) return Algorithm::direct;
@@ -41,7 +40,11 @@ Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, st
 std::string describe(const CollectiveCall& call) {
   const Request& request = call.request;
   std::string text(name_of(request.op));
-  if (request.op == Op::barrier) return text + "()";
+  // Ranks that see other levels would run other schedules.
+  const bool by_levels = request.algorithm == Algorithm::hierarchical && request.hierarchy;
+  std::string how(name_of(request.algorithm));
+  if (by_levels) how += " " + request.hierarchy->text();
+  if (request.op == Op::barrier) return text + "(" + (by_levels ? how : "") + ")";
   text += "(";
   if (reduces(request.op)) text += std::string(name_of(call.work.reduce)) + ", ";
   text += std::string(name_of(call.work.dtype)) + call.shape;
@@ -54,10 +57,7 @@ std::string describe(const CollectiveCall& call) {
     for (std::size_t i = 0; i < std::min(blocks.size(), kMostListed); ++i) text += " " + std::to_string(blocks[i]);
   }
   if (has_root(request.op)) text += ", root " + std::to_string(request.root);
-  text += ", " + std::string(name_of(request.algorithm));
-  // Ranks that see other levels would run other schedules.
-  if (request.algorithm == Algorithm::hierarchical && request.hierarchy) text += " " + request.hierarchy->text();
-  return text + ")";
+  return text + ", " + how + ")";
 }
 
 }  // namespace torch_iroh::collective
