@@ -175,7 +175,8 @@ class InProcessWorld:
     Args:
         world: number of ranks, at least 1.
         chunk_bytes: size of the pieces that pipeline a collective; a multiple of 16.
-        algorithm: "auto", "ring" or "direct".
+        algorithm: "auto", "ring", "direct", "ring_bidirectional", "tree", "butterfly" or "bruck". An operation that it
+            does not cover runs its nearest kin.
     """
 
     def __init__(self, world: int, *, chunk_bytes: int = 256 << 10, algorithm: str = "auto") -> None:

@@ -68,10 +68,17 @@ std::uint32_t IrohOptions::resolved_chunk_bytes() const {
 
 std::optional<collective::Algorithm> IrohOptions::resolved_algorithm() const {
   const std::string name = text_option(algorithm, "TORCH_IROH_ALGORITHM").value_or("auto");
-  if (name == "ring") return collective::Algorithm::ring;
-  if (name == "direct") return collective::Algorithm::direct;
-  if (name != "auto") refuse("algorithm", "'" + name + "'", "'auto', 'ring', 'direct'");
-  return std::nullopt;
+  if (name == "auto") return std::nullopt;
+  std::string allowed = "'auto'";
+  for (int i = 0; i < collective::kAlgorithmCount; ++i) {
+    const auto value = static_cast<collective::Algorithm>(i);
+    // No group knows its levels yet: pinned, it would silently run something else.
+    if (value == collective::Algorithm::hierarchical) continue;
+    if (name_of(value) == name) return value;
+    allowed += ", '" + std::string(name_of(value)) + "'";
+  }
+  refuse("algorithm", "'" + name + "'" + (name == "hierarchical" ? " (the levels of a group are not known yet)" : ""),
+         allowed);
 }
 
 bool IrohOptions::resolved_eager() const {

@@ -22,7 +22,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
 
   // Of this group.
   std::optional<std::int64_t> chunk_bytes;   // default 256 KiB; the smallest of all ranks counts
-  std::optional<std::string> algorithm;      // "auto" (default), "ring", "direct"
+  std::optional<std::string> algorithm;      // "auto" (default) or a name of collective::Algorithm
   std::optional<std::string> connect;        // "lazy" (default): on first use; "eager": all peers at once
   std::optional<std::string> shared_memory;  // "auto" (default): between ranks of one host; "buffered", "off"
   // Of this process: the first group decides.

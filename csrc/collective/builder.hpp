@@ -62,6 +62,9 @@ inline std::vector<Range> ranges_of(const std::vector<std::uint64_t>& blocks) {
   return ranges;
 }
 
+// The makers; `make_checked` calls the one for a request that has been checked.
+Schedule make_checked(const Request& request);
+
 Schedule ring_all_reduce(const Request& request);
 Schedule ring_all_gather(const Request& request);
 Schedule ring_reduce_scatter(const Request& request);
@@ -78,5 +81,31 @@ Schedule direct_scatter(const Request& request);
 Schedule direct_all_to_all(const Request& request);
 
 Schedule dissemination_barrier(const Request& request);
+
+Schedule bidirectional_all_reduce(const Request& request);
+Schedule bidirectional_all_gather(const Request& request);
+Schedule bidirectional_reduce_scatter(const Request& request);
+
+Schedule tree_all_reduce(const Request& request);
+Schedule tree_broadcast(const Request& request);
+Schedule tree_reduce(const Request& request);
+Schedule tree_gather(const Request& request);
+Schedule tree_scatter(const Request& request);
+
+Schedule butterfly_all_reduce(const Request& request);
+Schedule butterfly_all_gather(const Request& request);
+Schedule butterfly_reduce_scatter(const Request& request);
+
+Schedule bruck_all_gather(const Request& request);
+Schedule bruck_all_to_all(const Request& request);
+
+Schedule hierarchical_all_reduce(const Request& request);
+Schedule hierarchical_reduce(const Request& request);
+Schedule hierarchical_broadcast(const Request& request);
+Schedule hierarchical_barrier(const Request& request);
+Schedule hierarchical_all_gather(const Request& request);
+Schedule hierarchical_reduce_scatter(const Request& request);
+Schedule hierarchical_gather(const Request& request);
+Schedule hierarchical_scatter(const Request& request);
 
 }  // namespace torch_iroh::collective

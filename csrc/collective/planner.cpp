@@ -3,15 +3,17 @@
 #include <algorithm>
 #include <numeric>
 
+#include "collective/hierarchy.hpp"
+
 namespace torch_iroh::collective {
 namespace {
 
 // Up to this many bytes per rank pair one step of small messages beats a ring of them.
 constexpr std::size_t kDirectBytes = 64 << 10;
 
-bool only_direct(Op op) {
-  return op == Op::gather || op == Op::scatter || op == Op::all_to_all || op == Op::barrier;
-}
+// Above this many ranks, one step of small messages costs its ranks more than the hops of log2 N rounds.
+constexpr std::int32_t kDirectWorld = 8;
+
 bool has_root(Op op) {
   return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter;
 }
@@ -19,21 +21,37 @@ bool has_root(Op op) {
 }  // namespace
 
 Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, std::optional<Algorithm> pinned) {
-  if (only_direct(request.op)) return Algorithm::direct;
-  if (pinned) return *pinned;
-  if (request.world <= 2) return Algorithm::direct;
+  if (pinned) return nearest(*pinned, request);
+  if (request.world <= 2 || request.op == Op::barrier) return Algorithm::direct;
   const std::uint64_t count = std::accumulate(request.blocks.begin(), request.blocks.end(), request.count);
-  return count * element_bytes <= kDirectBytes ? Algorithm::direct : Algorithm::ring;
+  if (count * element_bytes > kDirectBytes) return nearest(Algorithm::ring, request);
+  if (request.world <= kDirectWorld) return Algorithm::direct;
+  switch (request.op) {
+    case Op::all_gather:
+    case Op::all_to_all: return nearest(Algorithm::bruck, request);
+    case Op::reduce_scatter: return Algorithm::butterfly;
+    case Op::all_reduce:
+    case Op::reduce:
+    case Op::broadcast: return Algorithm::tree;
+    default: return Algorithm::direct;
+  }
 }
 
 std::string describe(const CollectiveCall& call) {
-  return describe(call, name_of(call.request.algorithm));
+  const Request& request = call.request;
+  std::string how(name_of(request.algorithm));
+  // Ranks that see other levels would run other schedules.
+  if (request.algorithm == Algorithm::hierarchical && request.hierarchy) how += " " + request.hierarchy->text();
+  return describe(call, how);
 }
 
 std::string describe(const CollectiveCall& call, std::string_view how) {
   const Request& request = call.request;
   std::string text(name_of(request.op));
-  if (request.op == Op::barrier) return text + "()";
+  if (request.op == Op::barrier) {
+    const bool by_levels = request.algorithm == Algorithm::hierarchical && request.hierarchy;
+    return text + "(" + (by_levels ? std::string(how) : "") + ")";
+  }
   text += "(";
   if (reduces(request.op)) text += std::string(name_of(call.work.reduce)) + ", ";
   text += std::string(name_of(call.work.dtype)) + call.shape;

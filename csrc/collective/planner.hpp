@@ -11,8 +11,15 @@
 
 namespace torch_iroh::collective {
 
-// Direct needs one step and every pair of ranks; ring moves the least bytes per link and needs two neighbours. Depends
-// only on what all ranks know alike.
+// What runs `request`, whose own `algorithm` does not matter. `pinned`, or where it does not cover the operation, its
+// nearest kin (see `nearest`). Else:
+//   barrier, gather, scatter; up to 2 ranks        direct
+//   more than 64 KiB                               ring (all_to_all: direct)
+//   up to 8 ranks                                  direct: one hop; needs every pair of ranks
+//   all_gather, all_to_all that is known as even   bruck
+//   all_reduce, reduce, broadcast                  tree
+//   reduce_scatter                                 butterfly
+// Depends only on what all ranks know alike.
 Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, std::optional<Algorithm> pinned);
 
 // "all_reduce(sum, float32[3, 4], ring)". Equal on all ranks exactly when they mean the same operation.

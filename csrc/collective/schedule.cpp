@@ -1,5 +1,5 @@
-// Names, the balanced split, the choice of maker, and the order of steps. Knows no algorithm (ring.cpp, direct.cpp,
-// barrier.cpp) and executes nothing.
+// Names, the balanced split, the checks of a request, and the order of steps. Knows no algorithm (makers.cpp says which
+// there are) and executes nothing.
 #include "collective/schedule.hpp"
 
 #include <algorithm>
@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "collective/builder.hpp"
+#include "collective/hierarchy.hpp"
 
 namespace torch_iroh::collective {
 
@@ -33,6 +34,11 @@ std::string_view name_of(Algorithm algorithm) {
   switch (algorithm) {
     case Algorithm::ring: return "ring";
     case Algorithm::direct: return "direct";
+    case Algorithm::ring_bidirectional: return "ring_bidirectional";
+    case Algorithm::tree: return "tree";
+    case Algorithm::butterfly: return "butterfly";
+    case Algorithm::bruck: return "bruck";
+    case Algorithm::hierarchical: return "hierarchical";
   }
   return "?";
 }
@@ -73,6 +79,8 @@ void check(const Request& request) {
       break;
     default: break;
   }
+  if (request.hierarchy && request.hierarchy->world() != request.world)
+    refuse(request, "the hierarchy has " + std::to_string(request.hierarchy->world()) + " ranks, the world " + world);
   switch (request.op) {
     case Op::all_gather:
     case Op::reduce_scatter:
@@ -86,6 +94,10 @@ void check(const Request& request) {
         refuse(request, "rank " + std::to_string(request.rank) + " sends itself " +
                             std::to_string(request.send_blocks[own]) + " elements but receives " +
                             std::to_string(request.blocks[own]));
+      const auto differs = [&](std::uint64_t block) { return block != request.blocks[own]; };
+      if (request.even && (std::any_of(request.blocks.begin(), request.blocks.end(), differs) ||
+                           std::any_of(request.send_blocks.begin(), request.send_blocks.end(), differs)))
+        refuse(request, "blocks that are said to be even differ");
       break;
     }
     default: break;
@@ -211,19 +223,7 @@ std::vector<std::vector<Dependency>> dependencies_of(const Schedule& schedule) {
 
 Schedule make_schedule(const Request& request) {
   check(request);
-  const bool ring = request.algorithm == Algorithm::ring;
-  switch (request.op) {
-    case Op::all_reduce: return ring ? ring_all_reduce(request) : direct_all_reduce(request);
-    case Op::reduce: return ring ? chain_reduce(request) : direct_reduce(request);
-    case Op::broadcast: return ring ? chain_broadcast(request) : direct_broadcast(request);
-    case Op::all_gather: return ring ? ring_all_gather(request) : direct_all_gather(request);
-    case Op::reduce_scatter: return ring ? ring_reduce_scatter(request) : direct_reduce_scatter(request);
-    case Op::gather: return direct_gather(request);
-    case Op::scatter: return direct_scatter(request);
-    case Op::all_to_all: return direct_all_to_all(request);
-    case Op::barrier: return dissemination_barrier(request);
-  }
-  refuse(request, "unknown operation");
+  return make_checked(request);
 }
 
 }  // namespace torch_iroh::collective

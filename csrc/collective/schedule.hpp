@@ -10,6 +10,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string_view>
 #include <vector>
 
@@ -27,7 +28,10 @@ enum class Op : std::uint8_t {
   barrier,
 };
 
-enum class Algorithm : std::uint8_t { ring, direct };
+enum class Algorithm : std::uint8_t { ring, direct, ring_bidirectional, tree, butterfly, bruck, hierarchical };
+inline constexpr int kAlgorithmCount = 7;
+
+class Hierarchy;
 
 constexpr bool reduces(Op op) {
   return op == Op::all_reduce || op == Op::reduce || op == Op::reduce_scatter;
@@ -81,14 +85,31 @@ struct Request {
   std::int32_t rank = 0;
   std::int32_t world = 1;
   std::int32_t root = 0;
-  std::uint64_t count = 0;                 // all_reduce, reduce, broadcast
-  std::vector<std::uint64_t> blocks;       // per rank: all_gather, reduce_scatter, gather, scatter, all_to_all
-  std::vector<std::uint64_t> send_blocks;  // per rank: all_to_all
+  std::uint64_t count = 0;                       // all_reduce, reduce, broadcast
+  std::vector<std::uint64_t> blocks;             // per rank: all_gather, reduce_scatter, gather, scatter, all_to_all
+  std::vector<std::uint64_t> send_blocks;        // per rank: all_to_all
+  bool even = false;                             // all_to_all: all ranks know that all blocks of all ranks are equal
+  std::shared_ptr<const Hierarchy> hierarchy{};  // of this world, equal on all ranks; for Algorithm::hierarchical
 };
 
-// The maker for `request`. Ring and direct each cover the operations where they make sense; gather, scatter and
-// all_to_all are direct and barrier is by dissemination whatever is asked. Throws std::invalid_argument when a field
-// is out of range (rank, root, wrong number of blocks).
+// Whether `algorithm` has a maker of its own for `request`. Depends only on what all ranks know alike.
+//                      all_reduce  reduce  broadcast  all_gather  reduce_scatter  gather  scatter  all_to_all  barrier
+//   ring                   x         x         x          x             x
+//   direct                 x         x         x          x             x           x        x         x          x
+//   ring_bidirectional     x                              x             x
+//   tree                   x         x         x                                    x        x
+//   butterfly              x                              x             x
+//   bruck                                                 x                                          even
+//   hierarchical           x         x         x          x             x           x        x                    x
+// (direct's barrier is by dissemination; hierarchical needs Request::hierarchy)
+bool supports(Algorithm algorithm, const Request& request);
+
+// `wanted` where it is supported, else its nearest kin that is: ring for ring_bidirectional; tree, then butterfly, for
+// the other one and for bruck; at last direct, which does everything.
+Algorithm nearest(Algorithm wanted, const Request& request);
+
+// The maker for `request`, by `nearest` of its algorithm. Throws std::invalid_argument when a field is out of range
+// (rank, root, wrong number of blocks, a hierarchy of another world).
 Schedule make_schedule(const Request& request);
 
 // An edge of the order above: `step` must wait for `on`. When `by_chunk`, both touch exactly the same number of

@@ -191,7 +191,10 @@ std::vector<std::unique_ptr<Rank>> make_world(int world, std::size_t chunk_bytes
     throw Error(ErrorKind::invalid, "chunk_bytes must be a multiple of 16 from 64 to 1048576");
   }
   std::optional<collective::Algorithm> pinned;
-  if (algorithm != "auto") pinned = by_name<collective::Algorithm>(algorithm, "algorithm", 2);
+  // The last, hierarchical, needs levels, which these ranks have none of.
+  static_assert(static_cast<int>(collective::Algorithm::hierarchical) == collective::kAlgorithmCount - 1);
+  constexpr int known = collective::kAlgorithmCount - 1;
+  if (algorithm != "auto") pinned = by_name<collective::Algorithm>(algorithm, "algorithm", known);
   std::vector<std::unique_ptr<Rank>> ranks;
   for (auto& transport : transport::make_in_process(world)) {
     ranks.push_back(std::make_unique<Rank>(std::move(transport), chunk_bytes, pinned));

@@ -24,6 +24,7 @@
 
 #include "base/workers.hpp"
 #include "collective/group.hpp"
+#include "collective/hierarchy.hpp"
 #include "support.hpp"
 #include "transport/gate.hpp"
 #include "transport/in_process.hpp"
@@ -43,6 +44,16 @@ const std::vector<int> kWorlds = {1, 2, 3, 5, 7};
 const std::vector<Op> kOps = {Op::all_reduce, Op::reduce,  Op::broadcast,  Op::all_gather, Op::reduce_scatter,
                               Op::gather,     Op::scatter, Op::all_to_all, Op::barrier};
 const std::vector<Algorithm> kAlgorithms = {Algorithm::ring, Algorithm::direct};
+const std::vector<Algorithm> kOthers = {Algorithm::ring_bidirectional, Algorithm::tree, Algorithm::butterfly,
+                                        Algorithm::bruck, Algorithm::hierarchical};
+
+// What does not depend on the algorithm is looked for under sanitizers with two of them only. (Without a hierarchy,
+// hierarchical is direct.)
+std::vector<Algorithm> all_algorithms() {
+  std::vector<Algorithm> all = kAlgorithms;
+  if (!kSanitized) all.insert(all.end(), kOthers.begin(), kOthers.end() - 1);
+  return all;
+}
 
 // ---- a transport that delays and reorders ----
 
@@ -267,6 +278,7 @@ struct Spec {
   bool real = false;  // any numbers; else small whole ones, whose sums are exact in every dtype
   std::uint64_t seed = 0;
   Duration timeout = kPatience;
+  std::shared_ptr<const collective::Hierarchy> hierarchy{};
 
   std::string text() const {
     return std::string(name_of(op)) + "(" + std::string(name_of(reduce)) + ", " + std::string(name_of(dtype)) +
@@ -370,6 +382,8 @@ class Part : public std::enable_shared_from_this<Part> {
       call.request.blocks.push_back(spec_.cell(r, rank_));
       call.request.send_blocks.push_back(spec_.cell(rank_, r));
     }
+    call.request.even = spec_.op == Op::all_to_all && !spec_.uneven;
+    call.request.hierarchy = spec_.hierarchy;
     call.work.dtype = spec_.dtype;
     if (spec_.reduces()) {
       call.work.reduce = spec_.reduce;
@@ -529,6 +543,17 @@ Spec random_spec(std::mt19937_64& random, int world) {
   return spec;
 }
 
+// Hosts of unequal sizes whose ranks are not side by side, in levels of at most 3.
+std::shared_ptr<const collective::Hierarchy> scattered(int world) {
+  std::vector<std::vector<std::int32_t>> hosts(static_cast<std::size_t>(std::max(1, world / 3)));
+  for (int rank = 0; rank < world; ++rank) {
+    hosts[static_cast<std::size_t>(rank * rank + 1) % hosts.size()].push_back(rank);
+  }
+  std::erase_if(hosts, [](const auto& host) { return host.empty(); });
+  return std::make_shared<const collective::Hierarchy>(
+      collective::Hierarchy::of_groups(world, {hosts}, {.fan_out = 3}));
+}
+
 std::string where(int world, const WorldOptions& options) {
   return "world " + std::to_string(world) + ", chunk " + std::to_string(options.chunk_bytes) + ", " +
          (options.algorithm ? std::string(name_of(*options.algorithm)) : std::string("auto")) +
@@ -588,6 +613,40 @@ TEST_CASE("group: every reduction and dtype equals its reference") {
       }
     }
     for (Job& job : jobs) job.expect_right(where(3, options));
+  }
+}
+
+TEST_CASE("group: every collective equals its reference by every other algorithm too") {
+  for (const int world : kSanitized ? std::vector<int>{3, 8} : std::vector<int>{2, 3, 5, 7, 8, 9}) {
+    for (const Algorithm algorithm : kOthers) {
+      WorldOptions options{.chunk_bytes = world % 2 == 0 ? 64U : 1024U, .algorithm = algorithm};
+      if (world == 9) options.jitter = 9, options.longest_delay = milliseconds(1);
+      World ranks(world, options);
+      std::vector<Job> jobs;
+      std::mt19937_64 random(static_cast<std::uint64_t>(world));
+      for (const Op op : kOps) {
+        for (const std::uint64_t count : {0, 1, 13, 257, kSanitized ? 301 : 1001}) {
+          Spec spec = random_spec(random, world);
+          spec.op = op;
+          spec.count = count;
+          spec.uneven = (spec.has_blocks() || op == Op::all_to_all) && count % 4 == 1 && spec.uneven;
+          spec.hierarchy = scattered(world);
+          jobs.emplace_back(spec, world);
+        }
+      }
+      for (const DType dtype : {DType::bfloat16, DType::float32, DType::int32}) {
+        for (const ReduceOp reduce : {ReduceOp::sum, ReduceOp::avg, ReduceOp::premul_sum}) {
+          if (!meaningful(reduce, dtype)) continue;
+          for (const Op op : {Op::all_reduce, Op::reduce, Op::reduce_scatter}) {
+            Spec spec{.op = op, .dtype = dtype, .reduce = reduce, .count = 301, .root = 1, .seed = 8};
+            spec.hierarchy = scattered(world);
+            jobs.emplace_back(spec, world);
+          }
+        }
+      }
+      for (Job& job : jobs) job.submit(ranks);
+      for (Job& job : jobs) job.expect_right(where(world, options));
+    }
   }
 }
 
@@ -668,9 +727,10 @@ TEST_CASE("group: concurrent groups on the same threads do not disturb each othe
 TEST_CASE("group: results do not depend on timing: jitter changes no bit on any rank") {
   const int count = kSanitized ? 30 : 120;
   for (const int world : {2, 3, 5}) {
-    for (const Algorithm algorithm : kAlgorithms) {
+    for (const Algorithm algorithm : world == 5 ? all_algorithms() : kAlgorithms) {
+      const bool is_other = std::find(kOthers.begin(), kOthers.end(), algorithm) != kOthers.end();
       std::vector<std::vector<Bytes>> wanted;
-      for (unsigned jitter = 0; jitter <= (kSanitized ? 2 : 4); ++jitter) {
+      for (unsigned jitter = 0; jitter <= (kSanitized ? 2 : is_other ? 1 : 4); ++jitter) {
         WorldOptions options{.chunk_bytes = 512, .algorithm = algorithm};
         if (jitter > 0) options.jitter = jitter;
         World ranks(world, options);
@@ -742,7 +802,7 @@ TEST_CASE("group: different calls are an error that names both, on every rank") 
   };
   for (const int world : {2, 3, 5}) {
     for (const std::optional<unsigned> jitter : {std::optional<unsigned>(), std::optional<unsigned>(2)}) {
-      for (const Algorithm algorithm : kAlgorithms) {
+      for (const Algorithm algorithm : all_algorithms()) {
         for (std::size_t c = 0; c < cases.size(); ++c) {
           WorldOptions options{.algorithm = algorithm, .jitter = jitter};
           World ranks(world, options);
@@ -776,7 +836,7 @@ TEST_CASE("group: different calls are an error that names both, on every rank") 
 }
 
 TEST_CASE("group: a severed rank is named to all, and later calls fail at once with the first cause") {
-  for (const Algorithm algorithm : kAlgorithms) {
+  for (const Algorithm algorithm : all_algorithms()) {
     World ranks(4, {.algorithm = algorithm});
     Job good({.count = 100}, 4);
     good.submit(ranks);

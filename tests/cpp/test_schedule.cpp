@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <set>
 #include <stdexcept>
@@ -12,14 +13,16 @@
 #include <tuple>
 #include <vector>
 
+#include "collective/hierarchy.hpp"
 #include "collective/schedule.hpp"
 #include "collective/verifier.hpp"
+#include "requests.hpp"
 #include "support.hpp"
 
 namespace {
 
 using namespace torch_iroh::collective;
-using Blocks = std::vector<std::uint64_t>;
+using namespace torch_iroh::testing;
 
 // Schedules are values: the plain build proves them all. Sanitizers watch the memory of makers and verifier, which
 // every kind of world shows: a power of two or not, odd or even, smaller or larger than the count.
@@ -29,46 +32,7 @@ const std::vector<std::int32_t> kWorlds = torch_iroh::testing::kSanitized
 const std::vector<std::uint64_t> kCounts = torch_iroh::testing::kSanitized
                                                ? std::vector<std::uint64_t>{0, 1, 13}
                                                : std::vector<std::uint64_t>{0, 1, 2, 13, 64};
-const std::vector<Op> kOps = {Op::all_reduce, Op::reduce,  Op::broadcast,  Op::all_gather, Op::reduce_scatter,
-                              Op::gather,     Op::scatter, Op::all_to_all, Op::barrier};
 const std::vector<Algorithm> kAlgorithms = {Algorithm::ring, Algorithm::direct};
-
-bool has_root(Op op) {
-  return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter;
-}
-bool has_blocks(Op op) {
-  return op == Op::all_gather || op == Op::reduce_scatter || op == Op::gather || op == Op::scatter;
-}
-
-Blocks even(std::int32_t world, std::uint64_t count) {
-  return Blocks(static_cast<std::size_t>(world), count);
-}
-Blocks uneven(std::int32_t world, std::uint64_t count) {
-  Blocks blocks;
-  for (std::uint64_t i = 0; i < static_cast<std::uint64_t>(world); ++i)
-    blocks.push_back(i % 3 == 1 ? 0 : count * (i % 4 + 1) / 2);
-  return blocks;
-}
-
-Request request_of(Op op, Algorithm algorithm, std::int32_t world, std::uint64_t count, std::int32_t root = 0) {
-  Request request;
-  request.op = op;
-  request.algorithm = algorithm;
-  request.world = world;
-  request.root = root;
-  request.count = count;
-  if (has_blocks(op) || op == Op::all_to_all) request.blocks = even(world, count);
-  if (op == Op::all_to_all) request.send_blocks = even(world, count);
-  return request;
-}
-
-std::string text_of(const Request& request) {
-  std::string text = std::string(name_of(request.op)) + " by " + std::string(name_of(request.algorithm)) + ", world " +
-                     std::to_string(request.world) + ", root " + std::to_string(request.root) + ", count " +
-                     std::to_string(request.count) + ", blocks";
-  for (const std::uint64_t block : request.blocks) text += " " + std::to_string(block);
-  return text + ": ";
-}
 
 void expect_right(const Request& request) {
   const std::vector<Program> programs = programs_of(request);
@@ -121,11 +85,19 @@ void number_again(Program& program) {
 // The collectives whose schedules the mutation tests spoil, step by step.
 std::vector<Request> spoilable() {
   std::vector<Request> requests;
-  for (const Op op : kOps)
-    for (const Algorithm algorithm : kAlgorithms)
-      for (const std::int32_t world : {2, 4, 5})
-        if (op != Op::barrier || world != 5)  // its last round has slack: there some losses do no harm
-          requests.push_back(request_of(op, algorithm, world, 13, world / 2));
+  const auto levels = std::make_shared<const Hierarchy>(Hierarchy::of_groups(5, {{{3, 0}, {4, 2, 1}}}));
+  for (const Op op : kOps) {
+    for (int i = 0; i < kAlgorithmCount; ++i) {
+      for (const std::int32_t world : {2, 4, 5}) {
+        // The last round of the barrier by dissemination has slack: there some losses do no harm.
+        const auto algorithm = static_cast<Algorithm>(i);
+        if (op == Op::barrier && algorithm != Algorithm::hierarchical && world == 5) continue;
+        Request request = request_of(op, algorithm, world, 13, world / 2);
+        if (world == 5) request.hierarchy = levels;
+        if (supports(algorithm, request)) requests.push_back(request);
+      }
+    }
+  }
   return requests;
 }
 

@@ -37,6 +37,7 @@ from torch_iroh import InProcessRank, InProcessWorld
 
 WORLDS = [1, 2, 3, 5, 7, 16]
 ALGORITHMS = ["ring", "direct"]
+OTHERS = ["ring_bidirectional", "tree", "butterfly", "bruck"]
 SIZES = [0, 1, 2, 13, 1009]
 CHUNK = 256  # bytes: a thousand elements are many chunks
 DEADLINE = 30.0  # of each operation: a hang is a TimeoutError that names the rank waited for
@@ -186,7 +187,7 @@ def test_array_that_cannot_be_written_is_refused_before_anything_is_sent():
         assert array.tolist() == [0.0, 1.0, 2.0]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS + OTHERS)
 def test_nan_of_any_rank_survives(algorithm):
     with in_process(3, algorithm) as run:
         for op in ("sum", "min", "max"):
@@ -227,11 +228,11 @@ def test_broadcast_and_all_gather_move_every_bit(dtype, world, algorithm):
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("dtype", NUMPY)
-def test_gather_scatter_and_all_to_all_move_every_bit(dtype, world):
-    with in_process(world) as run:
+def test_gather_scatter_and_all_to_all_move_every_bit(dtype, world, algorithm="auto"):
+    with in_process(world, algorithm) as run:
         for size in [0, 1, 301]:
             parts = [array_of(random_bits(dtype, size, 5, rank)) for rank in range(world)]
-            label = f"world={world} dtype={dtype} size={size}"
+            label = f"world={world} dtype={dtype} size={size} {algorithm}"
             for root in range(0, world, max(1, world // 5)):
 
                 def work(rank: InProcessRank, parts: list[np.ndarray] = parts, root: int = root) -> tuple[Any, Any]:
@@ -277,6 +278,18 @@ def test_uneven_all_gather_and_all_to_all(world, algorithm):
             assert_bits(f"all_gather world={world} sizes={sizes}", gathered, want)
             for sender, block in enumerate(blocks):
                 assert block.tolist() == [sender * 100 + rank] * count(sender, rank), (world, sender, rank)
+
+
+@pytest.mark.parametrize("algorithm", OTHERS)
+@pytest.mark.parametrize("world", [2, 3, 5, 7, 8, 9])
+def test_other_algorithms_pass_the_same_tests(world, algorithm):
+    for dtype in ["int32", "bfloat16", "float32"]:
+        test_all_reduce_equals_float64_on_every_rank(dtype, world, algorithm)
+    test_reduce_to_every_root_leaves_the_others_alone("bfloat16", world, algorithm)
+    test_reduce_scatter_of_even_and_uneven_blocks("float16", world, algorithm)
+    test_broadcast_and_all_gather_move_every_bit("float32", world, algorithm)
+    test_gather_scatter_and_all_to_all_move_every_bit("float32", world, algorithm)
+    test_uneven_all_gather_and_all_to_all(world, algorithm)
 
 
 @pytest.mark.parametrize("world", WORLDS)
@@ -360,7 +373,7 @@ def _failure(work: Callable[[], Any]) -> BaseException | None:
 
 
 @pytest.mark.parametrize("world", [2, 3, 7])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS + OTHERS)
 def test_abort_ends_every_ranks_operation_with_its_reason(world, algorithm):
     def work(rank: InProcessRank) -> BaseException | None:
         if rank.rank == 1:
@@ -378,7 +391,7 @@ def test_abort_ends_every_ranks_operation_with_its_reason(world, algorithm):
 
 
 @pytest.mark.parametrize("world", [2, 3, 7])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS + OTHERS)
 def test_severed_rank_is_named_by_all_others(world, algorithm):
     def work(rank: InProcessRank) -> BaseException | None:
         rank.barrier(timeout=DEADLINE)
@@ -452,7 +465,8 @@ def test_world_is_a_sequence_of_its_ranks():
         ({"world": 2, "chunk_bytes": 32}, "multiple of 16 from 64 to 1048576"),
         ({"world": 2, "chunk_bytes": 100}, "multiple of 16 from 64 to 1048576"),
         ({"world": 2, "chunk_bytes": 2 << 20}, "multiple of 16 from 64 to 1048576"),
-        ({"world": 2, "algorithm": "tree"}, "unknown algorithm 'tree'; known: .*ring"),
+        ({"world": 2, "algorithm": "oak"}, "unknown algorithm 'oak'; known: ring, direct, .*bruck"),
+        ({"world": 2, "algorithm": "hierarchical"}, "unknown algorithm 'hierarchical'"),
     ],
 )
 def test_wrong_option_names_what_is_allowed(options, text):
