@@ -1,0 +1,227 @@
+#include "collective/cast.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+namespace torch_iroh::collective {
+namespace {
+
+constexpr std::size_t kSampledRanks = 48;
+constexpr std::size_t kManySteps = 100'000;  // of one rank: of such schedules fewer are compared
+
+// Maps the world onto itself: a rotation, or an exclusive or (for worlds of a power of two).
+struct Motion {
+  bool by_xor = false;
+  std::int32_t world = 1;
+  std::int32_t by = 0;
+  std::int32_t forward(std::int32_t rank) const {
+    if (by_xor) return rank ^ by;
+    return static_cast<std::int32_t>((static_cast<std::int64_t>(rank) + by) % world);
+  }
+  std::int32_t back(std::int32_t rank) const {
+    if (by_xor) return rank ^ by;
+    return static_cast<std::int32_t>((static_cast<std::int64_t>(rank) - by + world) % world);
+  }
+};
+
+bool same_dependencies(const Schedule& a, const Schedule& b) {
+  const auto of_a = dependencies_of(a);
+  const auto of_b = dependencies_of(b);
+  return std::equal(of_a.begin(), of_a.end(), of_b.begin(), of_b.end(), [](const auto& x, const auto& y) {
+    return std::equal(x.begin(), x.end(), y.begin(), y.end(), [](const Dependency& p, const Dependency& q) {
+      return p.on == q.on && p.by_chunk == q.by_chunk;
+    });
+  });
+}
+
+// True when `moved`, the schedule of motion.forward(r), is that of r with its peers moved.
+bool alike(const Schedule& base, const Schedule& moved, const Motion& motion) {
+  if (base.steps.size() != moved.steps.size()) return false;
+  for (std::size_t i = 0; i < base.steps.size(); ++i) {
+    const Step& a = base.steps[i];
+    const Step& b = moved.steps[i];
+    if (a.kind != b.kind || a.message != b.message || elements_of(a) != elements_of(b)) return false;
+    if (a.peer >= 0 ? b.peer < 0 || motion.forward(a.peer) != b.peer : b.peer >= 0) return false;
+  }
+  return base.steps.size() > kManySteps || same_dependencies(base, moved);
+}
+
+std::int32_t period_of(const LinkModel& model, std::int32_t world) {
+  if (model.ranks_per_host >= world) return 1;
+  const std::int64_t site = static_cast<std::int64_t>(model.ranks_per_host) * model.hosts_per_site;
+  return site >= world ? model.ranks_per_host : static_cast<std::int32_t>(site);
+}
+
+bool moves_onto_itself(const Request& request, std::int32_t period, bool by_xor) {
+  const std::int32_t copies = request.world / period;
+  std::size_t checks = std::max<std::size_t>(2, kSampledRanks / static_cast<std::size_t>(period));
+  for (std::int32_t rank = 0; rank < period; ++rank) {
+    const Schedule base = make_schedule(for_rank(request, rank));
+    if (base.steps.size() > kManySteps) checks = 2;
+    for (std::size_t i = 0; i < checks; ++i) {
+      // The next copy, the last copy, and some between.
+      const std::int64_t copy = i == 0   ? 1
+                                : i == 1 ? copies - 1
+                                         : 1 + (i * 2654435761U) % static_cast<unsigned>(copies);
+      const Motion motion{by_xor, request.world, static_cast<std::int32_t>(copy % copies) * period};
+      if (!alike(base, make_schedule(for_rank(request, motion.forward(rank))), motion)) return false;
+    }
+  }
+  return true;
+}
+
+std::uint64_t mix(std::uint64_t state, std::uint64_t value) {
+  state ^= value + 0x9e3779b97f4a7c15U + (state << 6) + (state >> 2);
+  state ^= state >> 30;
+  state *= 0xbf58476d1ce4e5b9U;
+  return state ^ (state >> 27);
+}
+
+std::size_t distinct(std::vector<std::uint64_t> values) {
+  std::sort(values.begin(), values.end());
+  return static_cast<std::size_t>(std::unique(values.begin(), values.end()) - values.begin());
+}
+
+// The kind of every host, as a hash: first by its own steps, then by the kinds of the hosts it talks to, until that
+// tells no more apart.
+std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& model) {
+  const std::int32_t hosts = model.host_of(request.world - 1) + 1;
+  std::vector<std::uint64_t> kinds(static_cast<std::size_t>(hosts));
+  std::vector<std::int32_t> peers;
+  std::vector<std::uint64_t> first(static_cast<std::size_t>(hosts) + 1);
+  std::uint64_t steps = 0;
+  for (std::int32_t rank = 0; rank < request.world; ++rank) {
+    const auto host = static_cast<std::size_t>(model.host_of(rank));
+    std::uint64_t kind = mix(kinds[host], 1);
+    const Schedule schedule = make_schedule(for_rank(request, rank));
+    steps += schedule.steps.size();
+    if (steps > kMostScannedSteps) {
+      throw TooLarge("more than " + std::to_string(kMostScannedSteps) +
+                     " steps in all: too many to sample a world that is not the same from every rank");
+    }
+    for (const Step& step : schedule.steps) {
+      kind = mix(kind, static_cast<std::uint64_t>(step.kind) << 32 | step.message);
+      kind = mix(kind, elements_of(step));
+      if (step.peer < 0) continue;
+      kind = mix(kind, static_cast<std::uint64_t>(model.level_between(rank, step.peer)));
+      peers.push_back(step.peer);
+    }
+    kinds[host] = kind;
+    first[host + 1] = peers.size();
+  }
+  std::size_t known = distinct(kinds);
+  for (int round = 0; round < kMostRounds; ++round) {
+    std::vector<std::uint64_t> next = kinds;
+    for (std::size_t host = 0; host < kinds.size(); ++host) {
+      for (std::uint64_t i = first[host]; i < first[host + 1]; ++i) {
+        const auto other = static_cast<std::size_t>(model.host_of(peers[i]));
+        const auto place = static_cast<std::uint64_t>(peers[i] % model.ranks_per_host);
+        next[host] = mix(mix(next[host], kinds[other]), place);
+      }
+    }
+    const std::size_t found = distinct(next);
+    if (found == known) return kinds;
+    known = found;
+    kinds = std::move(next);
+  }
+  throw TooLarge("its ranks are not of few kinds (more than " + std::to_string(kMostRounds) +
+                 " rounds to tell them apart): it cannot be sampled");
+}
+
+}  // namespace
+
+Request for_rank(Request request, std::int32_t rank) {
+  request.rank = rank;
+  return request;
+}
+
+std::uint64_t elements_of(const Step& step) {
+  return step.kind == StepKind::send ? step.from.count : step.to.count;
+}
+
+std::uint64_t count_pieces(const Request& request, std::uint64_t chunk_elements, std::uint64_t limit) {
+  std::uint64_t pieces = 0;
+  for (std::int32_t rank = 0; rank < request.world && pieces <= limit; ++rank) {
+    const Schedule schedule = make_schedule(for_rank(request, rank));
+    for (const Step& step : schedule.steps) pieces += (elements_of(step) + chunk_elements - 1) / chunk_elements;
+  }
+  return pieces;
+}
+
+Cast cast_everyone(const Request& request) {
+  Cast cast{request, {}, {}};
+  for (std::int32_t rank = 0; rank < request.world; ++rank) cast.players.push_back({rank, 1});
+  cast.origin_of = [](std::int32_t receiver, std::int32_t peer, std::uint32_t message) {
+    return Origin{static_cast<std::uint32_t>(peer), -1, receiver, message};
+  };
+  return cast;
+}
+
+bool cast_period(const Request& request, const LinkModel& model, Cast& cast) {
+  const std::int32_t world = request.world;
+  const std::int32_t period = period_of(model, world);
+  if (world == period || world % period != 0) return false;
+  if (model.host.jitter > 0 || model.site.jitter > 0 || model.wan.jitter > 0) return false;
+  bool by_xor = false;
+  if (!moves_onto_itself(request, period, false)) {
+    const bool powers =
+        std::has_single_bit(static_cast<unsigned>(world)) && std::has_single_bit(static_cast<unsigned>(period));
+    if (!powers || !moves_onto_itself(request, period, true)) return false;
+    by_xor = true;
+  }
+  cast = {request, {}, {}};
+  for (std::int32_t rank = 0; rank < period; ++rank) {
+    cast.players.push_back({rank, static_cast<std::uint64_t>(world / period)});
+  }
+  cast.origin_of = [period, by_xor, world](std::int32_t receiver, std::int32_t peer, std::uint32_t message) {
+    const Motion motion{by_xor, world, peer / period * period};
+    return Origin{static_cast<std::uint32_t>(peer % period), -1, motion.back(receiver), message};
+  };
+  return true;
+}
+
+Cast cast_kinds(const Request& request, const LinkModel& model, bool last) {
+  const std::vector<std::uint64_t> kinds = kinds_of(request, model);
+  std::unordered_map<std::uint64_t, std::pair<std::int32_t, std::uint64_t>> chosen;  // kind: (host, hosts)
+  for (std::size_t host = 0; host < kinds.size(); ++host) {
+    auto& [whose, members] = chosen.try_emplace(kinds[host], static_cast<std::int32_t>(host), 0).first->second;
+    if (last) whose = static_cast<std::int32_t>(host);
+    ++members;
+  }
+  std::vector<std::pair<std::int32_t, std::uint64_t>> hosts;
+  for (const auto& [kind, host] : chosen) hosts.push_back(host);
+  std::sort(hosts.begin(), hosts.end());
+
+  Cast cast{request, {}, {}};
+  std::unordered_map<std::uint64_t, std::uint32_t> first_player;  // by kind
+  for (const auto& [host, members] : hosts) {
+    first_player[kinds[static_cast<std::size_t>(host)]] = static_cast<std::uint32_t>(cast.players.size());
+    const std::int32_t begin = host * model.ranks_per_host;
+    const std::int64_t end = std::min<std::int64_t>(request.world, std::int64_t{begin} + model.ranks_per_host);
+    for (std::int32_t rank = begin; rank < end; ++rank) cast.players.push_back({rank, members});
+  }
+  // The sender itself may not play: its step number is looked up in its own schedule, and is its stand-in's too.
+  struct Seen {
+    std::int32_t rank = -1;
+    Schedule schedule;
+  };
+  cast.origin_of = [kinds, first_player, request, per_host = model.ranks_per_host, seen = std::make_shared<Seen>()](
+                       std::int32_t receiver, std::int32_t peer, std::uint32_t message) {
+    if (seen->rank != peer) *seen = {peer, make_schedule(for_rank(request, peer))};
+    const auto& steps = seen->schedule.steps;
+    const auto step = std::find_if(steps.begin(), steps.end(), [&](const Step& one) {
+      return one.kind == StepKind::send && one.peer == receiver && one.message == message;
+    });
+    if (step == steps.end()) throw std::logic_error("a receive without its send");
+    const std::uint64_t kind = kinds[static_cast<std::size_t>(peer / per_host)];
+    const std::uint32_t player = first_player.at(kind) + static_cast<std::uint32_t>(peer % per_host);
+    return Origin{player, step - steps.begin(), receiver, message};
+  };
+  return cast;
+}
+
+}  // namespace torch_iroh::collective

@@ -1,0 +1,64 @@
+// Who is simulated in a world's place: everyone, one period of a world that looks the same from every period, or one
+// host for each kind of host. Knows schedules and the places of ranks; knows no time.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <vector>
+
+#include "collective/link_model.hpp"
+#include "collective/schedule.hpp"
+
+namespace torch_iroh::collective {
+
+// More than a stated bound; the text names it.
+class TooLarge : public std::invalid_argument {
+ public:
+  using std::invalid_argument::invalid_argument;
+};
+
+inline constexpr std::uint64_t kMostPieces = 24'000'000;        // chunks of steps, of all ranks that are simulated
+inline constexpr std::uint64_t kMostScannedSteps = 60'000'000;  // of all ranks of a world that is cast by kinds
+inline constexpr int kMostRounds = 64;                          // of telling kinds apart
+
+struct Player {
+  std::int32_t rank = 0;
+  std::uint64_t stands_for = 1;  // ranks, itself included
+};
+
+// A send: of `player`, either its step number `step`, or (step < 0) its message `message` to `peer`.
+struct Origin {
+  std::uint32_t player = 0;
+  std::int64_t step = -1;
+  std::int32_t peer = 0;
+  std::uint32_t message = 0;
+};
+
+struct Cast {
+  Request request;              // `rank` does not matter
+  std::vector<Player> players;  // whole hosts, in rank order
+  // What feeds the receive of `message` from `peer` at `receiver`.
+  std::function<Origin(std::int32_t receiver, std::int32_t peer, std::uint32_t message)> origin_of;
+};
+
+Request for_rank(Request request, std::int32_t rank);
+std::uint64_t elements_of(const Step& step);
+
+// Chunks of all steps of all ranks; stops counting above `limit`.
+std::uint64_t count_pieces(const Request& request, std::uint64_t chunk_elements, std::uint64_t limit);
+
+Cast cast_everyone(const Request& request);
+
+// One period of ranks, in a world that a rotation by that period (or an exclusive or) maps onto itself: everything
+// happens to every period at the same time, so one is enough and the result is exact. The period follows from the
+// model: 1 where all links are equal, else a host's or a site's ranks. That schedules are alike is checked on a sample
+// of the ranks, the property being one of a maker's formula. False when they are not, or when there is jitter.
+bool cast_period(const Request& request, const LinkModel& model, Cast& cast);
+
+// One host for each kind of host. Hosts are of one kind when their ranks run the same steps over links of the same
+// levels with ranks of the same kinds. Ranks of one kind may still differ in their turn at a shared peer, so which host
+// stands for its kind matters: the first (`last` false) or the last.
+Cast cast_kinds(const Request& request, const LinkModel& model, bool last);
+
+}  // namespace torch_iroh::collective
