@@ -57,19 +57,23 @@ std::int32_t period_of(const LinkModel& model, std::int32_t world) {
 }
 
 bool moves_onto_itself(const Request& request, std::int32_t period, bool by_xor) {
-  const std::int32_t copies = request.world / period;
-  std::size_t checks = std::max<std::size_t>(2, kSampledRanks / static_cast<std::size_t>(period));
-  for (std::int32_t rank = 0; rank < period; ++rank) {
-    const Schedule base = make_schedule(for_rank(request, rank));
-    if (base.steps.size() > kManySteps) checks = 2;
-    for (std::size_t i = 0; i < checks; ++i) {
-      // The next copy, the last copy, and some between.
-      const std::int64_t copy = i == 0   ? 1
-                                : i == 1 ? copies - 1
-                                         : 1 + (i * 2654435761U) % static_cast<unsigned>(copies);
-      const Motion motion{by_xor, request.world, static_cast<std::int32_t>(copy % copies) * period};
-      if (!alike(base, make_schedule(for_rank(request, motion.forward(rank))), motion)) return false;
-    }
+  const auto copies = static_cast<std::uint64_t>(request.world / period);
+  std::uint64_t random = 1;
+  const auto below = [&](std::uint64_t limit) {
+    random = random * 6364136223846793005U + 1442695040888963407U;
+    return (random >> 33) % limit;
+  };
+  std::size_t checks = kSampledRanks;
+  for (std::size_t i = 0; i < checks; ++i) {
+    // The first and the last of a period against the next and the last copy, then any against any.
+    const auto rank =
+        i < 4 ? (i % 2) * static_cast<std::uint64_t>(period - 1) : below(static_cast<std::uint64_t>(period));
+    const std::uint64_t copy = i < 2 ? 1 % copies : i < 4 ? copies - 1 : below(copies);
+    const Schedule base = make_schedule(for_rank(request, static_cast<std::int32_t>(rank)));
+    if (base.steps.size() > kManySteps) checks = 4;
+    const Motion motion{by_xor, request.world, static_cast<std::int32_t>(copy) * period};
+    const std::int32_t moved = motion.forward(static_cast<std::int32_t>(rank));
+    if (!alike(base, make_schedule(for_rank(request, moved)), motion)) return false;
   }
   return true;
 }
@@ -143,13 +147,22 @@ std::uint64_t elements_of(const Step& step) {
   return step.kind == StepKind::send ? step.from.count : step.to.count;
 }
 
-std::uint64_t count_pieces(const Request& request, std::uint64_t chunk_elements, std::uint64_t limit) {
-  std::uint64_t pieces = 0;
-  for (std::int32_t rank = 0; rank < request.world && pieces <= limit; ++rank) {
-    const Schedule schedule = make_schedule(for_rank(request, rank));
-    for (const Step& step : schedule.steps) pieces += (elements_of(step) + chunk_elements - 1) / chunk_elements;
+Size size_of(const Schedule& schedule, std::uint64_t chunk_elements) {
+  Size size{schedule.steps.size(), 0};
+  for (const Step& step : schedule.steps) size.pieces += (elements_of(step) + chunk_elements - 1) / chunk_elements;
+  return size;
+}
+
+Size size_of(const Request& request, const std::vector<Player>& players, std::uint64_t chunk_elements,
+             const Size& most) {
+  Size size;
+  for (const Player& player : players) {
+    const Size one = size_of(make_schedule(for_rank(request, player.rank)), chunk_elements);
+    size.steps += one.steps;
+    size.pieces += one.pieces;
+    if (!size.within(most)) break;
   }
-  return pieces;
+  return size;
 }
 
 Cast cast_everyone(const Request& request) {

@@ -18,7 +18,8 @@ class TooLarge : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-inline constexpr std::uint64_t kMostPieces = 24'000'000;        // chunks of steps, of all ranks that are simulated
+inline constexpr std::uint64_t kMostPieces = 32'000'000;        // chunks of steps, of all ranks that are simulated
+inline constexpr std::uint64_t kMostSteps = 16'000'000;         // of the same
 inline constexpr std::uint64_t kMostScannedSteps = 60'000'000;  // of all ranks of a world that is cast by kinds
 inline constexpr int kMostRounds = 64;                          // of telling kinds apart
 
@@ -45,8 +46,17 @@ struct Cast {
 Request for_rank(Request request, std::int32_t rank);
 std::uint64_t elements_of(const Step& step);
 
-// Chunks of all steps of all ranks; stops counting above `limit`.
-std::uint64_t count_pieces(const Request& request, std::uint64_t chunk_elements, std::uint64_t limit);
+struct Size {
+  std::uint64_t steps = 0;
+  std::uint64_t pieces = 0;  // chunks of steps
+  bool within(const Size& most) const { return steps <= most.steps && pieces <= most.pieces; }
+};
+inline constexpr Size kMost{kMostSteps, kMostPieces};
+
+Size size_of(const Schedule& schedule, std::uint64_t chunk_elements);
+// Of all players; stops counting above `most`.
+Size size_of(const Request& request, const std::vector<Player>& players, std::uint64_t chunk_elements,
+             const Size& most);
 
 Cast cast_everyone(const Request& request);
 

@@ -7,8 +7,8 @@
 namespace torch_iroh::collective {
 namespace {
 
-// Up to this many chunks of steps everyone is simulated without looking for a cheaper way: under a second.
-constexpr std::uint64_t kFewPieces = 400'000;
+// Up to here everyone is simulated without looking for a cheaper way: under a second.
+constexpr Size kFew{400'000, 400'000};
 
 Prediction prediction_of(const Simulation& simulation, Method method, std::size_t players) {
   Prediction prediction;
@@ -36,20 +36,22 @@ std::string_view name_of(Method method) {
 
 Prediction predict(const Request& request, std::size_t element_bytes, const LinkModel& model) {
   const std::uint64_t chunk_elements = std::max<std::uint64_t>(1, model.chunk_bytes / element_bytes);
-  const auto everyone = [&] {
-    const Cast cast = cast_everyone(request);
-    return prediction_of(simulate(cast, element_bytes, model), Method::everyone, cast.players.size());
+  const Cast all = cast_everyone(request);
+  const auto everyone_within = [&](const Size& most) {
+    return size_of(request, all.players, chunk_elements, most).within(most);
   };
-  // Looking costs a schedule per rank, which is not always small: count the first rank's alone before.
+  const auto everyone = [&] {
+    return prediction_of(simulate(all, element_bytes, model), Method::everyone, all.players.size());
+  };
   Request whole = request;
   const auto world = static_cast<std::uint64_t>(request.world);
   whole.count = (request.count + world - 1) / world * world;
-  if (count_pieces(request, chunk_elements, kFewPieces) <= kFewPieces) return everyone();
+  if (everyone_within(kFew)) return everyone();
   Cast cast;
   if (cast_period(whole, model, cast)) {
     return prediction_of(simulate(cast, element_bytes, model), Method::period, cast.players.size());
   }
-  if (count_pieces(request, chunk_elements, kMostPieces) <= kMostPieces) return everyone();
+  if (everyone_within(kMost)) return everyone();
   Prediction worst;
   for (const bool last : {false, true}) {
     const Cast kinds = cast_kinds(whole, model, last);

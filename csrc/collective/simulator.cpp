@@ -31,9 +31,28 @@ struct StepState {
 };
 
 struct ChunkState {
-  std::uint32_t waits = 0;  // by chunk
-  bool arrived = false;
-  bool begun = false;
+  std::uint32_t waits : 30 = 0;  // by chunk
+  std::uint32_t arrived : 1 = 0;
+  std::uint32_t begun : 1 = 0;
+};
+
+// A queue that owns nothing while it is empty: most of a million ranks' queues always are.
+class Queue {
+ public:
+  bool empty() const { return head_ == pieces_.size(); }
+  void push(const Piece& piece) { pieces_.push_back(piece); }
+  Piece pop() {
+    const Piece piece = pieces_[head_++];
+    if (empty()) {
+      pieces_ = {};
+      head_ = 0;
+    }
+    return piece;
+  }
+
+ private:
+  std::vector<Piece> pieces_;
+  std::size_t head_ = 0;
 };
 
 enum class What : std::uint8_t { prepared, leaving, left, coming, came, received, done };
@@ -60,7 +79,7 @@ class Simulator {
 
  private:
   struct Output {
-    std::deque<Piece> queue;
+    Queue queue;
     bool preparing = false;
   };
   struct SendKey {
@@ -129,6 +148,14 @@ Simulator::Simulator(const Cast& cast, std::size_t element_bytes, const LinkMode
       processor_(players_.size()),
       outputs_(players_.size() * kLevels),
       finish_(players_.size()) {
+  const Size size = size_of(request_, players_, chunk_count_, kMost);
+  if (!size.within(kMost)) {
+    throw TooLarge("more than " + std::to_string(kMostSteps) + " steps or " + std::to_string(kMostPieces) +
+                   " chunks of steps to simulate");
+  }
+  simulation_.pieces = size.pieces;
+  steps_.reserve(size.steps);
+  chunks_.reserve(size.pieces);
   std::vector<SendKey> sends;
   std::vector<Receive> receives;
   std::vector<std::size_t> sends_of{0};
@@ -149,13 +176,6 @@ void Simulator::add(std::uint32_t player, std::vector<SendKey>& sends, std::vect
   const std::int32_t rank = players_[player].rank;
   const Schedule schedule = make_schedule(for_rank(request_, rank));
   const auto base = static_cast<std::uint32_t>(steps_.size());
-  std::uint64_t pieces = 0;
-  for (const Step& step : schedule.steps) pieces += (elements_of(step) + chunk_count_ - 1) / chunk_count_;
-  simulation_.pieces += pieces;
-  if (simulation_.pieces > kMostPieces) {
-    throw TooLarge("more than " + std::to_string(kMostPieces) + " chunks of steps to simulate");
-  }
-
   std::uint64_t bytes = 0;
   const std::size_t first_send = sends.size();
   for (const Step& step : schedule.steps) {
@@ -281,7 +301,7 @@ void Simulator::run_ready() {
 void Simulator::perform(const Piece& piece) {
   const StepState& step = steps_[piece.step];
   if (step.kind == StepKind::send) {
-    outputs_[step.player * kLevels + static_cast<std::size_t>(step.level)].queue.push_back(piece);
+    outputs_[step.player * kLevels + static_cast<std::size_t>(step.level)].queue.push(piece);
     prepare(step);
     return;
   }
@@ -293,8 +313,7 @@ void Simulator::perform(const Piece& piece) {
 void Simulator::prepare(const StepState& step) {
   Output& output = outputs_[step.player * kLevels + static_cast<std::size_t>(step.level)];
   if (output.preparing || output.queue.empty()) return;
-  const Piece piece = output.queue.front();
-  output.queue.pop_front();
+  const Piece piece = output.queue.pop();
   output.preparing = true;
   const Link& link = model_.link(step.level);
   at(spend(step.player, link.message_cost + bytes_of(piece) * link.byte_cost), What::prepared, piece);

@@ -57,5 +57,4 @@ struct Prediction {
 // Throws TooLarge when no way is within its bound.
 Prediction predict(const Request& request, std::size_t element_bytes, const LinkModel& model);
 
-
 }  // namespace torch_iroh::collective
