@@ -64,6 +64,8 @@ class Plan:
         method: "everyone" (all ranks were simulated), "period" (one host or site of a world that is the same from
             all: exact for a size rounded up to equal shards) or "kinds" (a sample: one host of each kind).
         simulated_ranks: of the world.
+        simulated_chunk_bytes: larger than `chunk_bytes` where a sample would else have been too large; larger chunks
+            pipeline less, so the prediction is rather too long.
         alternatives: predicted seconds of every algorithm that could be predicted, by name.
         refused: why the others could not, by name.
     """
@@ -81,6 +83,7 @@ class Plan:
     chunk_bytes: int
     method: str
     simulated_ranks: int
+    simulated_chunk_bytes: int
     alternatives: dict[str, float] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <memory>
 #include <string>
 #include <unordered_map>
@@ -85,55 +86,15 @@ std::uint64_t mix(std::uint64_t state, std::uint64_t value) {
   return state ^ (state >> 27);
 }
 
+// Sixteen classes for each doubling: shards that differ by an element are one size. The offset keeps powers of two, and
+// what lies an element beside them, away from the borders.
+std::uint64_t size_class(std::uint64_t count) {
+  return static_cast<std::uint64_t>(std::log2(static_cast<double>(count + 1)) * 16 + 0.37);
+}
+
 std::size_t distinct(std::vector<std::uint64_t> values) {
   std::sort(values.begin(), values.end());
   return static_cast<std::size_t>(std::unique(values.begin(), values.end()) - values.begin());
-}
-
-// The kind of every host, as a hash: first by its own steps, then by the kinds of the hosts it talks to, until that
-// tells no more apart.
-std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& model) {
-  const std::int32_t hosts = model.host_of(request.world - 1) + 1;
-  std::vector<std::uint64_t> kinds(static_cast<std::size_t>(hosts));
-  std::vector<std::int32_t> peers;
-  std::vector<std::uint64_t> first(static_cast<std::size_t>(hosts) + 1);
-  std::uint64_t steps = 0;
-  for (std::int32_t rank = 0; rank < request.world; ++rank) {
-    const auto host = static_cast<std::size_t>(model.host_of(rank));
-    std::uint64_t kind = mix(kinds[host], 1);
-    const Schedule schedule = make_schedule(for_rank(request, rank));
-    steps += schedule.steps.size();
-    if (steps > kMostScannedSteps) {
-      throw TooLarge("more than " + std::to_string(kMostScannedSteps) +
-                     " steps in all: too many to sample a world that is not the same from every rank");
-    }
-    for (const Step& step : schedule.steps) {
-      kind = mix(kind, static_cast<std::uint64_t>(step.kind) << 32 | step.message);
-      kind = mix(kind, elements_of(step));
-      if (step.peer < 0) continue;
-      kind = mix(kind, static_cast<std::uint64_t>(model.level_between(rank, step.peer)));
-      peers.push_back(step.peer);
-    }
-    kinds[host] = kind;
-    first[host + 1] = peers.size();
-  }
-  std::size_t known = distinct(kinds);
-  for (int round = 0; round < kMostRounds; ++round) {
-    std::vector<std::uint64_t> next = kinds;
-    for (std::size_t host = 0; host < kinds.size(); ++host) {
-      for (std::uint64_t i = first[host]; i < first[host + 1]; ++i) {
-        const auto other = static_cast<std::size_t>(model.host_of(peers[i]));
-        const auto place = static_cast<std::uint64_t>(peers[i] % model.ranks_per_host);
-        next[host] = mix(mix(next[host], kinds[other]), place);
-      }
-    }
-    const std::size_t found = distinct(next);
-    if (found == known) return kinds;
-    known = found;
-    kinds = std::move(next);
-  }
-  throw TooLarge("its ranks are not of few kinds (more than " + std::to_string(kMostRounds) +
-                 " rounds to tell them apart): it cannot be sampled");
 }
 
 }  // namespace
@@ -163,6 +124,18 @@ Size size_of(const Request& request, const std::vector<Player>& players, std::ui
     if (!size.within(most)) break;
   }
   return size;
+}
+
+Size rough_size_of(const Request& request, std::uint64_t chunk_elements) {
+  constexpr std::int32_t kRanks = 15;
+  std::vector<Size> sizes;
+  for (std::int32_t i = 0; i < kRanks; ++i) {
+    const auto rank = static_cast<std::int32_t>(std::int64_t{request.world} * i / kRanks);
+    sizes.push_back(size_of(make_schedule(for_rank(request, rank)), chunk_elements));
+  }
+  std::sort(sizes.begin(), sizes.end(), [](const Size& a, const Size& b) { return a.pieces < b.pieces; });
+  const auto world = static_cast<std::uint64_t>(request.world);
+  return {sizes[kRanks / 2].steps * world, sizes[kRanks / 2].pieces * world};
 }
 
 Cast cast_everyone(const Request& request) {
@@ -197,8 +170,57 @@ bool cast_period(const Request& request, const LinkModel& model, Cast& cast) {
   return true;
 }
 
-Cast cast_kinds(const Request& request, const LinkModel& model, bool last) {
-  const std::vector<std::uint64_t> kinds = kinds_of(request, model);
+// First by its own steps, then by the kinds of the hosts it talks to, until that tells no more apart.
+std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& model, std::uint64_t most_players) {
+  const std::int32_t hosts = model.host_of(request.world - 1) + 1;
+  std::vector<std::uint64_t> kinds(static_cast<std::size_t>(hosts));
+  std::vector<std::int32_t> peers;
+  std::vector<std::uint64_t> first(static_cast<std::size_t>(hosts) + 1);
+  std::uint64_t steps = 0;
+  for (std::int32_t rank = 0; rank < request.world; ++rank) {
+    const auto host = static_cast<std::size_t>(model.host_of(rank));
+    std::uint64_t kind = mix(kinds[host], 1);
+    const Schedule schedule = make_schedule(for_rank(request, rank));
+    steps += schedule.steps.size();
+    if (steps > kMostScannedSteps) {
+      throw TooLarge("more than " + std::to_string(kMostScannedSteps) +
+                     " steps in all: too many to sample a world that is not the same from every rank");
+    }
+    for (const Step& step : schedule.steps) {
+      kind = mix(kind, static_cast<std::uint64_t>(step.kind) << 32 | step.message);
+      kind = mix(kind, size_class(elements_of(step)));
+      if (step.peer < 0) continue;
+      kind = mix(kind, static_cast<std::uint64_t>(model.level_between(rank, step.peer)));
+      peers.push_back(step.peer);
+    }
+    kinds[host] = kind;
+    first[host + 1] = peers.size();
+  }
+  const std::uint64_t most_kinds =
+      std::max<std::uint64_t>(1, most_players / static_cast<unsigned>(model.ranks_per_host));
+  std::size_t known = distinct(kinds);
+  if (known > most_kinds) {
+    throw TooLarge("its hosts are of " + std::to_string(known) + " kinds, too many to simulate one of each (" +
+                   std::to_string(most_kinds) + ")");
+  }
+  for (int round = 0; round < kMostRounds; ++round) {
+    std::vector<std::uint64_t> next = kinds;
+    for (std::size_t host = 0; host < kinds.size(); ++host) {
+      for (std::uint64_t i = first[host]; i < first[host + 1]; ++i) {
+        const auto other = static_cast<std::size_t>(model.host_of(peers[i]));
+        const auto place = static_cast<std::uint64_t>(peers[i] % model.ranks_per_host);
+        next[host] = mix(mix(next[host], kinds[other]), place);
+      }
+    }
+    const std::size_t found = distinct(next);
+    if (found == known || found > most_kinds) break;
+    known = found;
+    kinds = std::move(next);
+  }
+  return kinds;
+}
+
+Cast cast_kinds(const Request& request, const LinkModel& model, const std::vector<std::uint64_t>& kinds, bool last) {
   std::unordered_map<std::uint64_t, std::pair<std::int32_t, std::uint64_t>> chosen;  // kind: (host, hosts)
   for (std::size_t host = 0; host < kinds.size(); ++host) {
     auto& [whose, members] = chosen.try_emplace(kinds[host], static_cast<std::int32_t>(host), 0).first->second;

@@ -18,10 +18,10 @@ class TooLarge : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-inline constexpr std::uint64_t kMostPieces = 32'000'000;        // chunks of steps, of all ranks that are simulated
-inline constexpr std::uint64_t kMostSteps = 16'000'000;         // of the same
-inline constexpr std::uint64_t kMostScannedSteps = 60'000'000;  // of all ranks of a world that is cast by kinds
-inline constexpr int kMostRounds = 64;                          // of telling kinds apart
+inline constexpr std::uint64_t kMostPieces = 32'000'000;         // chunks of steps, of all ranks that are simulated
+inline constexpr std::uint64_t kMostSteps = 16'000'000;          // of the same
+inline constexpr std::uint64_t kMostScannedSteps = 200'000'000;  // of all ranks of a world that is cast by kinds
+inline constexpr int kMostRounds = 64;                           // of telling kinds apart
 
 struct Player {
   std::int32_t rank = 0;
@@ -57,6 +57,8 @@ Size size_of(const Schedule& schedule, std::uint64_t chunk_elements);
 // Of all players; stops counting above `most`.
 Size size_of(const Request& request, const std::vector<Player>& players, std::uint64_t chunk_elements,
              const Size& most);
+// Of the whole world if all ranks were as the median of a few: tells what is far too large without counting it.
+Size rough_size_of(const Request& request, std::uint64_t chunk_elements);
 
 Cast cast_everyone(const Request& request);
 
@@ -66,9 +68,14 @@ Cast cast_everyone(const Request& request);
 // of the ranks, the property being one of a maker's formula. False when they are not, or when there is jitter.
 bool cast_period(const Request& request, const LinkModel& model, Cast& cast);
 
-// One host for each kind of host. Hosts are of one kind when their ranks run the same steps over links of the same
-// levels with ranks of the same kinds. Ranks of one kind may still differ in their turn at a shared peer, so which host
-// stands for its kind matters: the first (`last` false) or the last.
-Cast cast_kinds(const Request& request, const LinkModel& model, bool last);
+// The kind of every host, as a number that only equal kinds share. Hosts are of one kind when their ranks run the same
+// steps, of sizes within 5 %, over links of the same levels, and when the same holds for those they talk to, for those
+// these talk to, and so on: as far as tells more hosts apart, or until there would be more than `most_players` ranks of
+// different kinds. A world with less symmetry than that is approximated. Reads every rank's schedule once.
+std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& model, std::uint64_t most_players);
+
+// One host for each kind. Ranks of one kind may still differ in their turn at a shared peer, so which host stands for
+// its kind can matter: the first (`last` false) or the last.
+Cast cast_kinds(const Request& request, const LinkModel& model, const std::vector<std::uint64_t>& kinds, bool last);
 
 }  // namespace torch_iroh::collective

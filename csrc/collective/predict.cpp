@@ -9,6 +9,10 @@ namespace {
 
 // Up to here everyone is simulated without looking for a cheaper way: under a second.
 constexpr Size kFew{400'000, 400'000};
+// A sample is at most this part of what could be simulated: two are, and reading the world's schedules takes most of
+// the time.
+constexpr double kSampled = 0.35;
+constexpr std::size_t kCoarsest = 64;  // times the chunk that was asked for
 
 Prediction prediction_of(const Simulation& simulation, Method method, std::size_t players) {
   Prediction prediction;
@@ -37,7 +41,9 @@ std::string_view name_of(Method method) {
 Prediction predict(const Request& request, std::size_t element_bytes, const LinkModel& model) {
   const std::uint64_t chunk_elements = std::max<std::uint64_t>(1, model.chunk_bytes / element_bytes);
   const Cast all = cast_everyone(request);
+  const Size rough = rough_size_of(request, chunk_elements);
   const auto everyone_within = [&](const Size& most) {
+    if (!rough.within({2 * most.steps, 2 * most.pieces})) return false;
     return size_of(request, all.players, chunk_elements, most).within(most);
   };
   const auto everyone = [&] {
@@ -47,15 +53,28 @@ Prediction predict(const Request& request, std::size_t element_bytes, const Link
   const auto world = static_cast<std::uint64_t>(request.world);
   whole.count = (request.count + world - 1) / world * world;
   if (everyone_within(kFew)) return everyone();
-  Cast cast;
-  if (cast_period(whole, model, cast)) {
-    return prediction_of(simulate(cast, element_bytes, model), Method::period, cast.players.size());
+  Cast period;
+  if (cast_period(whole, model, period)) {
+    return prediction_of(simulate(period, element_bytes, model), Method::period, period.players.size());
   }
   if (everyone_within(kMost)) return everyone();
+  // Chunks in a sample may be larger than asked for: they pipeline less, and there are fewer.
+  LinkModel coarse = model;
+  const auto players_within = [&](std::size_t chunk_bytes) {
+    const Size size = rough_size_of(whole, std::max<std::uint64_t>(1, chunk_bytes / element_bytes));
+    const double share = std::min(static_cast<double>(kMostSteps) / static_cast<double>(size.steps + 1),
+                                  static_cast<double>(kMostPieces) / static_cast<double>(size.pieces + 1));
+    return static_cast<std::uint64_t>(kSampled * share * static_cast<double>(request.world));
+  };
+  const std::size_t coarsest = model.chunk_bytes * kCoarsest;
+  const std::vector<std::uint64_t> kinds = kinds_of(whole, model, players_within(coarsest));
+  const std::size_t players = cast_kinds(whole, model, kinds, false).players.size();
+  while (coarse.chunk_bytes < coarsest && players_within(coarse.chunk_bytes) < players) coarse.chunk_bytes *= 2;
   Prediction worst;
   for (const bool last : {false, true}) {
-    const Cast kinds = cast_kinds(whole, model, last);
-    const Prediction one = prediction_of(simulate(kinds, element_bytes, model), Method::kinds, kinds.players.size());
+    const Cast cast = cast_kinds(whole, model, kinds, last);
+    Prediction one = prediction_of(simulate(cast, element_bytes, coarse), Method::kinds, cast.players.size());
+    one.chunk_bytes = coarse.chunk_bytes;
     if (one.seconds >= worst.seconds) worst = one;
   }
   return worst;

@@ -107,7 +107,9 @@ class Simulator {
   void perform(const Piece& piece);
   void prepare(const StepState& step);
   void handle(const Event& event);
+  void feed(const Piece& piece, std::uint32_t receive);
   void complete(const Piece& piece);
+  std::uint64_t chunks_of(const StepState& step) const { return (step.count + chunk_count_ - 1) / chunk_count_; }
   Simulation result();
 
   const Request& request_;
@@ -333,10 +335,7 @@ void Simulator::handle(const Event& event) {
     }
     case What::leaving:
       for (std::uint32_t i = first_fed_[piece.step]; i < first_fed_[piece.step + 1]; ++i) {
-        const Piece fed{fed_[i], piece.chunk};
-        steps_[fed.step].depth = std::max(steps_[fed.step].depth, step.depth + 1);
-        const double jitter = link.jitter > 0 ? jitter_of(model_.seed, fed, link.jitter) : 0;
-        at(now_ + link.latency + jitter, What::coming, fed);
+        feed(piece, fed_[i]);
       }
       outputs_[step.player * kLevels + static_cast<std::size_t>(step.level)].preparing = false;
       prepare(step);
@@ -355,6 +354,22 @@ void Simulator::handle(const Event& event) {
   run_ready();
 }
 
+// Both ends of a message have equal chunks, but for a rank that stands for others whose shards are a little larger or
+// smaller: then its last chunk brings what is missing.
+void Simulator::feed(const Piece& piece, std::uint32_t receive) {
+  const StepState& from = steps_[piece.step];
+  StepState& to = steps_[receive];
+  const Link& link = model_.link(from.level);
+  to.depth = std::max(to.depth, from.depth + 1);
+  const std::uint64_t chunks = chunks_of(to);
+  const std::uint64_t end =
+      piece.chunk + 1 == chunks_of(from) ? chunks : std::min<std::uint64_t>(chunks, piece.chunk + 1);
+  for (std::uint64_t c = piece.chunk; c < end; ++c) {
+    const Piece fed{receive, static_cast<std::uint32_t>(c)};
+    at(now_ + link.latency + (link.jitter > 0 ? jitter_of(model_.seed, fed, link.jitter) : 0), What::coming, fed);
+  }
+}
+
 void Simulator::complete(const Piece& piece) {
   StepState& step = steps_[piece.step];
   const bool step_done = --step.chunks_left == 0;
@@ -371,7 +386,7 @@ void Simulator::complete(const Piece& piece) {
       --chunks_[dependent.first_chunk + piece.chunk].waits;
       consider(index, piece.chunk);
     } else if (step_done && --dependent.waits == 0) {
-      const auto chunks = (dependent.count + chunk_count_ - 1) / chunk_count_;
+      const std::uint64_t chunks = chunks_of(dependent);
       for (std::uint32_t c = 0; c < chunks; ++c) consider(index, c);
     }
   }

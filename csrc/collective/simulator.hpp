@@ -50,6 +50,7 @@ struct Prediction {
   std::uint32_t depth = 0;
   Method method = Method::everyone;
   std::uint64_t simulated_ranks = 0;
+  std::size_t chunk_bytes = 0;  // by kinds: of the simulation, where it is larger than the model's; else 0
 };
 
 // By the exact ways while they are cheap, else by kinds: then `seconds` is the larger of two samples. A period or kinds

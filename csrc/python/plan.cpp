@@ -92,7 +92,7 @@ Tried try_one(Request request, Algorithm algorithm, std::size_t element_bytes, c
   return tried;
 }
 
-py::dict to_dict(const Tried& tried) {
+py::dict to_dict(const Tried& tried, std::size_t chunk_bytes) {
   py::dict found;
   found["algorithm"] = tried.algorithm;
   if (!tried.prediction) {
@@ -108,6 +108,7 @@ py::dict to_dict(const Tried& tried) {
   found["depth"] = one.depth;
   found["method"] = std::string(name_of(one.method));
   found["simulated_ranks"] = one.simulated_ranks;
+  found["simulated_chunk_bytes"] = std::max(one.chunk_bytes, chunk_bytes);
   return found;
 }
 
@@ -137,7 +138,7 @@ std::vector<py::dict> plan(const std::string& op_name, std::uint64_t bytes, std:
     }
   }
   std::vector<py::dict> found;
-  for (const Tried& one : tried) found.push_back(to_dict(one));
+  for (const Tried& one : tried) found.push_back(to_dict(one, chunk_bytes));
   return found;
 }
 

@@ -164,20 +164,28 @@ TEST_CASE("no period where ranks differ or where there is chance") {
   CHECK_FALSE(cast_period(request_of(Op::all_reduce, Algorithm::ring, 8, 80), flat({.jitter = 1}), cast));
 }
 
+Cast kinds(const Request& request, const LinkModel& model, bool last) {
+  return cast_kinds(request, model, kinds_of(request, model, 1000), last);
+}
+
 TEST_CASE("a host for each kind of host: the last of a kind is the last to be served") {
   LinkModel model = flat({.latency = 0.01, .bandwidth = kMega});
   for (const Op op : {Op::broadcast, Op::reduce}) {
     const Request request = request_of(op, Algorithm::direct, 33, 10'000);
-    const Cast cast = cast_kinds(request, model, true);
+    const Cast cast = kinds(request, model, true);
     CHECK(cast.players.size() == 2);
     CHECK(cast.players[0].stands_for == 1);
     CHECK(cast.players[1].stands_for == 32);
     CHECK(simulate(cast, 1, model).seconds == doctest::Approx(all_of(request, model).seconds));
   }
+  CHECK_THROWS_AS(kinds_of(request_of(Op::broadcast, Algorithm::direct, 33, 10'000), model, 1), TooLarge);
+  // A chain's middle looks the same from everywhere within reach: one that stands for all would wait for itself.
+  const Request chain = request_of(Op::broadcast, Algorithm::ring, 1000, 10'000);
+  CHECK_THROWS_AS(simulate(kinds(chain, model, true), 1, model), TooLarge);
   const Request ring = request_of(Op::all_reduce, Algorithm::ring, 12, 12'000);
-  CHECK(cast_kinds(ring, model, false).players.size() == 1);
+  CHECK(kinds(ring, model, false).players.size() == 1);
   model.ranks_per_host = 4;
-  const Cast cast = cast_kinds(ring, model, false);
+  const Cast cast = kinds(ring, model, false);
   CHECK(cast.players.size() == 4);
   CHECK(simulate(cast, 1, model).seconds == doctest::Approx(all_of(ring, model).seconds));
 }
