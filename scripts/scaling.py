@@ -70,7 +70,11 @@ def main() -> None:
         figure.suptitle(f"all_reduce of 64 MiB, {title} one way")
         figure.tight_layout()
         figure.savefig(IMAGES / f"scaling-{name}.png", dpi=110)
-        print(f"\n{title}:\n\n| algorithm | ranks | predicted | depth | fan-out | simulated ranks |\n" + "| --- " * 6 + "|")
+        print(
+            f"\n{title}:\n\n| algorithm | ranks | predicted | depth | fan-out | simulated ranks |\n"
+            + "| --- " * 6
+            + "|"
+        )
         for algorithm, plans in lines.items():
             for plan in plans:
                 if plan.world in (8, 64, 1024, 10_000, 1_000_000):

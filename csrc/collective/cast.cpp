@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
-#include <memory>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -171,11 +170,11 @@ bool cast_period(const Request& request, const LinkModel& model, Cast& cast) {
 }
 
 // First by its own steps, then by the kinds of the hosts it talks to, until that tells no more apart.
-std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& model, std::uint64_t most_players) {
+Kinds kinds_of(const Request& request, const LinkModel& model, std::uint64_t most_players) {
   const std::int32_t hosts = model.host_of(request.world - 1) + 1;
   std::vector<std::uint64_t> kinds(static_cast<std::size_t>(hosts));
   std::vector<std::int32_t> peers;
-  std::vector<std::uint64_t> first(static_cast<std::size_t>(hosts) + 1);
+  std::vector<std::uint64_t> first{0};
   std::uint64_t steps = 0;
   for (std::int32_t rank = 0; rank < request.world; ++rank) {
     const auto host = static_cast<std::size_t>(model.host_of(rank));
@@ -191,10 +190,10 @@ std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& mod
       kind = mix(kind, size_class(elements_of(step)));
       if (step.peer < 0) continue;
       kind = mix(kind, static_cast<std::uint64_t>(model.level_between(rank, step.peer)));
-      peers.push_back(step.peer);
+      peers.push_back(step.kind == StepKind::send ? ~step.peer : step.peer);
     }
     kinds[host] = kind;
-    first[host + 1] = peers.size();
+    first.push_back(peers.size());
   }
   const std::uint64_t most_kinds =
       std::max<std::uint64_t>(1, most_players / static_cast<unsigned>(model.ranks_per_host));
@@ -206,9 +205,12 @@ std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& mod
   for (int round = 0; round < kMostRounds; ++round) {
     std::vector<std::uint64_t> next = kinds;
     for (std::size_t host = 0; host < kinds.size(); ++host) {
-      for (std::uint64_t i = first[host]; i < first[host + 1]; ++i) {
-        const auto other = static_cast<std::size_t>(model.host_of(peers[i]));
-        const auto place = static_cast<std::uint64_t>(peers[i] % model.ranks_per_host);
+      const std::size_t rank = host * static_cast<std::size_t>(model.ranks_per_host);
+      const std::size_t end = std::min(first.size() - 1, rank + static_cast<std::size_t>(model.ranks_per_host));
+      for (std::uint64_t i = first[rank]; i < first[end]; ++i) {
+        const std::int32_t peer = peers[i] < 0 ? ~peers[i] : peers[i];
+        const auto other = static_cast<std::size_t>(model.host_of(peer));
+        const auto place = static_cast<std::uint64_t>(peer % model.ranks_per_host);
         next[host] = mix(mix(next[host], kinds[other]), place);
       }
     }
@@ -217,10 +219,11 @@ std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& mod
     known = found;
     kinds = std::move(next);
   }
-  return kinds;
+  return {std::move(kinds), std::move(peers), std::move(first)};
 }
 
-Cast cast_kinds(const Request& request, const LinkModel& model, const std::vector<std::uint64_t>& kinds, bool last) {
+Cast cast_kinds(const Request& request, const LinkModel& model, const Kinds& kinds_and_peers, bool last) {
+  const std::vector<std::uint64_t>& kinds = kinds_and_peers.of_host;
   std::unordered_map<std::uint64_t, std::pair<std::int32_t, std::uint64_t>> chosen;  // kind: (host, hosts)
   for (std::size_t host = 0; host < kinds.size(); ++host) {
     auto& [whose, members] = chosen.try_emplace(kinds[host], static_cast<std::int32_t>(host), 0).first->second;
@@ -239,22 +242,27 @@ Cast cast_kinds(const Request& request, const LinkModel& model, const std::vecto
     const std::int64_t end = std::min<std::int64_t>(request.world, std::int64_t{begin} + model.ranks_per_host);
     for (std::int32_t rank = begin; rank < end; ++rank) cast.players.push_back({rank, members});
   }
-  // The sender itself may not play: its step number is looked up in its own schedule, and is its stand-in's too.
-  struct Seen {
-    std::int32_t rank = -1;
-    Schedule schedule;
-  };
-  cast.origin_of = [kinds, first_player, request, per_host = model.ranks_per_host, seen = std::make_shared<Seen>()](
-                       std::int32_t receiver, std::int32_t peer, std::uint32_t message) {
-    if (seen->rank != peer) *seen = {peer, make_schedule(for_rank(request, peer))};
-    const auto& steps = seen->schedule.steps;
-    const auto step = std::find_if(steps.begin(), steps.end(), [&](const Step& one) {
-      return one.kind == StepKind::send && one.peer == receiver && one.message == message;
-    });
-    if (step == steps.end()) throw std::logic_error("a receive without its send");
-    const std::uint64_t kind = kinds[static_cast<std::size_t>(peer / per_host)];
-    const std::uint32_t player = first_player.at(kind) + static_cast<std::uint32_t>(peer % per_host);
-    return Origin{player, step - steps.begin(), receiver, message};
+  // The sender itself may not play: which of its sends and receives this is, is its stand-in's too.
+  std::vector<std::vector<std::uint32_t>> exchanges;  // by player: the steps that send or receive
+  for (const Player& player : cast.players) {
+    const Schedule schedule = make_schedule(for_rank(request, player.rank));
+    auto& steps = exchanges.emplace_back();
+    for (std::uint32_t i = 0; i < schedule.steps.size(); ++i) {
+      if (schedule.steps[i].peer >= 0) steps.push_back(i);
+    }
+  }
+  cast.origin_of = [&kinds_and_peers, first_player = std::move(first_player), exchanges = std::move(exchanges),
+                    per_host = model.ranks_per_host](std::int32_t receiver, std::int32_t peer, std::uint32_t message) {
+    const auto& [of_host, peers, first] = kinds_and_peers;
+    const auto rank = static_cast<std::size_t>(peer);
+    const std::uint32_t player = first_player.at(of_host[static_cast<std::size_t>(peer / per_host)]) +
+                                 static_cast<std::uint32_t>(peer % per_host);
+    std::uint32_t seen = 0;
+    for (std::uint64_t i = first[rank]; i < first[rank + 1]; ++i) {
+      if (peers[i] != ~receiver || seen++ != message) continue;
+      return Origin{player, exchanges[player].at(i - first[rank]), receiver, message};
+    }
+    throw std::logic_error("a receive without its send");
   };
   return cast;
 }

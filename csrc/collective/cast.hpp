@@ -68,14 +68,21 @@ Cast cast_everyone(const Request& request);
 // of the ranks, the property being one of a maker's formula. False when they are not, or when there is jitter.
 bool cast_period(const Request& request, const LinkModel& model, Cast& cast);
 
-// The kind of every host, as a number that only equal kinds share. Hosts are of one kind when their ranks run the same
+// What tells hosts apart, and the messages by which they were told apart.
+struct Kinds {
+  std::vector<std::uint64_t> of_host;  // a number that only equal kinds share
+  std::vector<std::int32_t> peers;     // of every rank's sends and receives, in order; a send's has its bits inverted
+  std::vector<std::uint64_t> first;    // in `peers`, by rank, and one more
+};
+
+// Hosts are of one kind when their ranks run the same
 // steps, of sizes within 5 %, over links of the same levels, and when the same holds for those they talk to, for those
 // these talk to, and so on: as far as tells more hosts apart, or until there would be more than `most_players` ranks of
 // different kinds. A world with less symmetry than that is approximated. Reads every rank's schedule once.
-std::vector<std::uint64_t> kinds_of(const Request& request, const LinkModel& model, std::uint64_t most_players);
+Kinds kinds_of(const Request& request, const LinkModel& model, std::uint64_t most_players);
 
 // One host for each kind. Ranks of one kind may still differ in their turn at a shared peer, so which host stands for
-// its kind can matter: the first (`last` false) or the last.
-Cast cast_kinds(const Request& request, const LinkModel& model, const std::vector<std::uint64_t>& kinds, bool last);
+// its kind can matter: the first (`last` false) or the last. `kinds` must outlive the cast.
+Cast cast_kinds(const Request& request, const LinkModel& model, const Kinds& kinds, bool last);
 
 }  // namespace torch_iroh::collective

@@ -9,8 +9,7 @@ namespace {
 
 // Up to here everyone is simulated without looking for a cheaper way: under a second.
 constexpr Size kFew{400'000, 400'000};
-// A sample is at most this part of what could be simulated: two are, and reading the world's schedules takes most of
-// the time.
+// A sample is at most this part of what could be simulated: reading the world's schedules takes time too.
 constexpr double kSampled = 0.35;
 constexpr std::size_t kCoarsest = 64;  // times the chunk that was asked for
 
@@ -67,17 +66,14 @@ Prediction predict(const Request& request, std::size_t element_bytes, const Link
     return static_cast<std::uint64_t>(kSampled * share * static_cast<double>(request.world));
   };
   const std::size_t coarsest = model.chunk_bytes * kCoarsest;
-  const std::vector<std::uint64_t> kinds = kinds_of(whole, model, players_within(coarsest));
-  const std::size_t players = cast_kinds(whole, model, kinds, false).players.size();
-  while (coarse.chunk_bytes < coarsest && players_within(coarse.chunk_bytes) < players) coarse.chunk_bytes *= 2;
-  Prediction worst;
-  for (const bool last : {false, true}) {
-    const Cast cast = cast_kinds(whole, model, kinds, last);
-    Prediction one = prediction_of(simulate(cast, element_bytes, coarse), Method::kinds, cast.players.size());
-    one.chunk_bytes = coarse.chunk_bytes;
-    if (one.seconds >= worst.seconds) worst = one;
+  const Kinds kinds = kinds_of(whole, model, players_within(coarsest));
+  const Cast cast = cast_kinds(whole, model, kinds, true);
+  while (coarse.chunk_bytes < coarsest && players_within(coarse.chunk_bytes) < cast.players.size()) {
+    coarse.chunk_bytes *= 2;
   }
-  return worst;
+  Prediction sample = prediction_of(simulate(cast, element_bytes, coarse), Method::kinds, cast.players.size());
+  sample.chunk_bytes = coarse.chunk_bytes;
+  return sample;
 }
 
 }  // namespace torch_iroh::collective

@@ -53,7 +53,7 @@ struct Prediction {
   std::size_t chunk_bytes = 0;  // by kinds: of the simulation, where it is larger than the model's; else 0
 };
 
-// By the exact ways while they are cheap, else by kinds: then `seconds` is the larger of two samples. A period or kinds
+// By the exact ways while they are cheap, else by kinds, of each the last host. A period or kinds
 // exist only where all shards are equal, so for those `request.count` is rounded up to a multiple of the world.
 // Throws TooLarge when no way is within its bound.
 Prediction predict(const Request& request, std::size_t element_bytes, const LinkModel& model);
