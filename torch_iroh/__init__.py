@@ -4,8 +4,9 @@
 >>> dist.init_process_group("iroh")  # doctest: +SKIP
 
 Nothing else has to be imported: torch finds the backend through an entry point. This package adds the options of a
-group (:class:`Options`), its statistics (:func:`stats`) and ranks that are threads of one process
-(:class:`InProcessWorld`). Importing it costs nothing: torch and the native code are loaded on first use.
+group (:class:`Options`), its statistics (:func:`stats`), ranks that are threads of one process
+(:class:`InProcessWorld`) and predictions (:func:`plan`). Importing it costs nothing: torch and the native code are
+loaded on first use.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch_iroh import hooks
     from torch_iroh._C import Options
     from torch_iroh._monitored import monitored_barrier
+    from torch_iroh._plan import Link, Plan, plan
     from torch_iroh._statistics import GroupStats, PeerStats, stats
     from torch_iroh.in_process import InProcessRank, InProcessWorld
 
@@ -24,10 +26,13 @@ __all__ = [
     "GroupStats",
     "InProcessRank",
     "InProcessWorld",
+    "Link",
     "Options",
     "PeerStats",
+    "Plan",
     "hooks",
     "monitored_barrier",
+    "plan",
     "stats",
 ]
 __version__ = "0.1.0"
@@ -36,8 +41,11 @@ _HOMES = {
     "GroupStats": "torch_iroh._statistics",
     "InProcessRank": "torch_iroh.in_process",
     "InProcessWorld": "torch_iroh.in_process",
+    "Link": "torch_iroh._plan",
     "PeerStats": "torch_iroh._statistics",
+    "Plan": "torch_iroh._plan",
     "monitored_barrier": "torch_iroh._monitored",
+    "plan": "torch_iroh._plan",
     "stats": "torch_iroh._statistics",
 }
 

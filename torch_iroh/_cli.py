@@ -7,7 +7,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-_VERBS = {"run": ("torch_iroh.run", "torchrun, with workers whose backend is iroh whatever they name")}
+_VERBS = {
+    "run": ("torch_iroh.run", "torchrun, with workers whose backend is iroh whatever they name"),
+    "topology": ("torch_iroh.topology", "what a collective of N ranks would take, on links that you describe"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -23,6 +23,7 @@ PYBIND11_MODULE(_core, module) {
   module.def("leave_all_groups", &link::Node::leave_all, py::call_guard<py::gil_scoped_release>());
   bind_in_process(module);
   bind_endpoint(module);
+  bind_plan(module);
 }
 
 }  // namespace torch_iroh::python

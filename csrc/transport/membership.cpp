@@ -124,7 +124,7 @@ std::vector<std::uint8_t> encode(const Record& record) {
   out.put(static_cast<std::uint16_t>(record.addr.direct.size()));
   for (const std::string& address : record.addr.direct) out.put_text(address);
   const HostIntroduction& sharing = record.sharing;
-  out.put_text(sharing.host).put(sharing.pid).put(sharing.memory).put(sharing.nonce);
+  out.put_text(record.site).put_text(sharing.host).put(sharing.pid).put(sharing.memory).put(sharing.nonce);
   out.put(sharing.bell).put(sharing.bell_nonce);
   return to_bytes(out);
 }
@@ -150,6 +150,7 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
     }
   }
   HostIntroduction& sharing = record.sharing;
+  record.site = printable(in.get_text());
   sharing.host = printable(in.get_text());
   sharing.pid = in.get<std::int32_t>();
   sharing.memory = in.get<std::int32_t>();

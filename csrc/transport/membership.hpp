@@ -31,6 +31,7 @@ struct Record {
   std::uint32_t chunk_bytes = 0;
   std::string members;  // which ranks this rank believes are in the group
   std::string host;     // for error texts
+  std::string site{};   // ranks that name the same site have a fast network between them; empty: not said
   HostIntroduction sharing{};
   iroh::EndpointAddr addr;
 };

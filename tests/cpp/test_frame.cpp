@@ -74,6 +74,8 @@ Record sample_record() {
   for (std::size_t i = 0; i < record.addr.id.size(); ++i) record.addr.id[i] = static_cast<std::byte>(i);
   record.addr.relay_url = "r";
   record.addr.direct = {"1.2.3.4:5", "[::1]:6"};
+  record.site = "s";
+  record.sharing = {"hh", 7, 8, 9, 10, 11};
   return record;
 }
 
@@ -83,7 +85,9 @@ bool same(const Message& a, const Message& b) {
 bool same(const Record& a, const Record& b) {
   return a.wire_min == b.wire_min && a.wire_max == b.wire_max && a.chunk_bytes == b.chunk_bytes &&
          a.members == b.members && a.host == b.host && a.addr.id == b.addr.id && a.addr.relay_url == b.addr.relay_url &&
-         a.addr.direct == b.addr.direct;
+         a.addr.direct == b.addr.direct && a.site == b.site && a.sharing.host == b.sharing.host &&
+         a.sharing.pid == b.sharing.pid && a.sharing.memory == b.sharing.memory && a.sharing.nonce == b.sharing.nonce &&
+         a.sharing.bell == b.sharing.bell && a.sharing.bell_nonce == b.sharing.bell_nonce;
 }
 
 // The refusal must be an Error(protocol) that says `part`.
@@ -363,7 +367,7 @@ TEST_CASE("record: the bytes are pinned") {
   std::string id;
   for (int i = 0; i < 32; ++i) id += hex(std::array{static_cast<std::byte>(i)});
   CHECK(hex(to_bytes(encode(sample_record()))) ==
-        "54495231"
+        "54495232"
         "01"
         "01"
         "00000400"
@@ -373,7 +377,14 @@ TEST_CASE("record: the bytes are pinned") {
             "010072"
             "0200"
             "0900312e322e332e343a35"
-            "07005b3a3a315d3a36");
+            "07005b3a3a315d3a36"
+            "010073"
+            "02006868"
+            "07000000"
+            "08000000"
+            "0900000000000000"
+            "0a000000"
+            "0b00000000000000");
 }
 
 TEST_CASE("record: every record comes back as it went") {

@@ -1,0 +1,88 @@
+"""Draws docs/scaling.md's plots and prints its tables: predicted time and fan-out of all_reduce against world size.
+
+    python scripts/scaling.py            # every algorithm that exists; minutes
+    python scripts/scaling.py --most 1000
+
+Writes docs/images/scaling-*.png. Points that cannot be predicted are left out, and said on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import torch_iroh
+from torch_iroh import Link
+from torch_iroh._native import core_module
+
+WORLDS = [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 10_000, 100_000, 1_000_000]
+BYTES = 64 << 20
+LINKS = {
+    "1gbit-50ms": ("1 Gbit/s, 50 ms", Link(latency=0.050, bandwidth=125e6)),
+    "10gbit-1ms": ("10 Gbit/s, 1 ms", Link(latency=0.001, bandwidth=1.25e9)),
+}
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+
+
+def points(algorithm: str, link: Link, most: int) -> list[torch_iroh.Plan]:
+    """Predict one algorithm for every world up to `most` where that can be done."""
+    found = []
+    for world in WORLDS:
+        if world > most:
+            break
+        begun = time.monotonic()
+        try:
+            plan = torch_iroh.plan(bytes=BYTES, world=world, wan=link, algorithm=algorithm)
+        except ValueError as error:
+            print(f"{algorithm} {world}: {error}", file=sys.stderr)
+            continue
+        if plan.algorithm == algorithm:
+            print(f"{algorithm} {world}: {time.monotonic() - begun:.1f} s", file=sys.stderr)
+            found.append(plan)
+    return found
+
+
+def main() -> None:
+    """Draw and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--most", type=int, default=max(WORLDS), help="largest world")
+    most = parser.parse_args().most
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    IMAGES.mkdir(exist_ok=True)
+    for name, (title, link) in LINKS.items():
+        lines = {algorithm: points(algorithm, link, most) for algorithm in core_module().algorithms()}
+        figure, (times, fans) = pyplot.subplots(1, 2, figsize=(10, 4))
+        for algorithm, plans in lines.items():
+            worlds = [plan.world for plan in plans]
+            times.plot(worlds, [plan.predicted_seconds for plan in plans], marker=".", label=algorithm)
+            fans.plot(worlds, [plan.fan_out for plan in plans], marker=".", label=algorithm)
+        for axes, what in ((times, "predicted seconds"), (fans, "fan-out: peers one rank sends to, at most")):
+            axes.set(xscale="log", yscale="log", xlabel="ranks", title=what)
+            axes.grid(True, alpha=0.3)
+        times.legend()
+        figure.suptitle(f"all_reduce of 64 MiB, {title} one way")
+        figure.tight_layout()
+        figure.savefig(IMAGES / f"scaling-{name}.png", dpi=110)
+        print(
+            f"\n{title}:\n\n| algorithm | ranks | predicted | depth | fan-out | simulated ranks |\n"
+            + "| --- " * 6
+            + "|"
+        )
+        for algorithm, plans in lines.items():
+            for plan in plans:
+                if plan.world in (8, 64, 1024, 10_000, 1_000_000):
+                    print(
+                        f"| {algorithm} | {plan.world:,} | {plan.predicted_seconds:.3g} s | {plan.depth:,} "
+                        f"| {plan.fan_out:,} | {plan.simulated_ranks:,} ({plan.method}) |"
+                    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""`torch_iroh.plan` and `torch-iroh topology`: what they say, what they refuse, and what they cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+import torch_iroh
+from torch_iroh import Link, plan
+from torch_iroh._native import core_module
+
+MEBI = 1 << 20
+EXACT = Link(latency=0.01, bandwidth=1e6, message_seconds=0.0, byte_seconds=0.0)
+
+
+def test_one_message_takes_its_latency_and_its_bytes():
+    found = plan("broadcast", bytes=100_000, world=2, wan=EXACT, algorithm="direct")
+    assert found.predicted_seconds == pytest.approx(0.01 + 0.1)
+    assert (found.depth, found.fan_out, found.messages_per_rank, found.bytes_per_rank) == (1, 1, 1, 100_000)
+    assert (found.op, found.algorithm, found.world, found.bytes) == ("broadcast", "direct", 2, 100_000)
+
+
+def test_a_ring_takes_its_formula():
+    world, shard = 8, 1000
+    found = plan(bytes=world * shard, world=world, wan=EXACT, algorithm="ring")
+    assert found.predicted_seconds == pytest.approx(2 * (world - 1) * (0.01 + shard / 1e6), rel=0.01)
+    assert (found.depth, found.fan_out, found.messages_per_rank) == (14, 1, 14)
+    assert found.bytes_per_rank == 2 * (world - 1) * shard
+
+
+def test_auto_is_the_fastest_of_all():
+    for size in (64, 64 * MEBI):
+        found = plan(bytes=size, world=6)
+        assert found.predicted_seconds == min(found.alternatives.values()) == found.alternatives[found.algorithm]
+        for name, seconds in found.alternatives.items():
+            assert plan(bytes=size, world=6, algorithm=name).predicted_seconds == seconds
+
+
+def test_levels_have_links_of_their_own():
+    slow = dataclasses.replace(EXACT, latency=1.0)
+    for ranks_per_host, hosts_per_site, expected in ((2, 1, 0.11), (1, 2, 0.21), (1, 1, 1.1)):
+        found = plan(
+            "broadcast",
+            bytes=100_000,
+            world=2,
+            ranks_per_host=ranks_per_host,
+            hosts_per_site=hosts_per_site,
+            host=EXACT,
+            site=dataclasses.replace(EXACT, latency=0.11),
+            wan=slow,
+        )
+        assert found.predicted_seconds == pytest.approx(expected)
+
+
+def test_jitter_is_the_same_for_the_same_seed():
+    link = dataclasses.replace(EXACT, jitter=0.01)
+    times = [plan(bytes=MEBI, world=5, wan=link, algorithm="ring", seed=seed).predicted_seconds for seed in (1, 1, 2)]
+    assert times[0] == times[1] != times[2]
+
+
+@pytest.mark.parametrize("op", core_module().collectives())
+@pytest.mark.parametrize("world", [1, 2, 5, 16])
+def test_every_collective_has_a_plan(op, world):
+    found = plan(op, bytes=4096, world=world, ranks_per_host=2)
+    assert found.predicted_seconds >= found.median_seconds >= 0
+    assert (found.predicted_seconds > 0) == (world > 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"op": "all_redduce"}, "unknown collective 'all_redduce'; known: all_reduce, "),
+        ({"algorithm": "torus"}, "unknown algorithm 'torus'; known: ring, direct"),
+        ({"dtype": "float33"}, "unknown dtype 'float33'; known: bool, "),
+        ({"world": 0}, "world 0 is out of range"),
+        ({"bytes": -1}, "bytes -1 is out of range"),
+        ({"ranks_per_host": 0}, "ranks_per_host 0 is out of range"),
+        ({"local_byte_seconds": float("nan")}, "local_byte_seconds nan"),
+        ({"op": "all_gather", "world": 20_000}, "at most 16384 ranks"),
+        ({"op": "broadcast", "algorithm": "ring", "world": 1_000_000}, "cannot be sampled"),
+        (
+            {"world": 10_000, "ranks_per_host": 8, "hosts_per_site": 125, "algorithm": "ring"},
+            "more than 16000000 steps",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_is_an_error_that_says_so(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        plan(**{"bytes": 64 * MEBI, "world": 8, **arguments})
+
+
+def test_a_number_of_the_wrong_type_is_a_type_error():
+    with pytest.raises(TypeError, match="world must be an int, not float"):
+        plan(bytes=1, world=2.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("field", [{"latency": -1.0}, {"bandwidth": 0.0}, {"jitter": float("nan")}])
+def test_a_link_that_cannot_be_is_refused(field):
+    with pytest.raises(ValueError, match=f"Link: {next(iter(field))}"):
+        Link(**{"latency": 0.1, "bandwidth": 1e6, **field})
+
+
+# ---- the command line ----
+
+
+def topology(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch_iroh", "topology", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_topology_prints_what_plan_says():
+    found = plan(bytes=4 * MEBI, world=32, ranks_per_host=4, wan=Link(latency=0.05, bandwidth=125e6))
+    options = ["--bytes", "4Mi", "--ranks-per-host", "4", "--bandwidth", "1Gbit", "--latency", "50ms"]
+    done = topology("32", *options, "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == dataclasses.asdict(found)
+    text = topology("32", *options).stdout
+    assert text.startswith("all_reduce of 4194304 bytes, 32 ranks\n")
+    for line in (f"algorithm +{found.algorithm}", f"depth +{found.depth} ", f"fan-out +{found.fan_out} "):
+        assert re.search(line, text), text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["0"], "'0' is not a number from 1"),
+        (["many"], "'many' is not a number from 1"),
+        (["8", "--bytes", "12Xi"], "'12Xi' is not a size like"),
+        (["8", "--bandwidth", "0Gbit"], "'0Gbit' is not a bandwidth like"),
+        (["8", "--latency", "50"], "'50' is not a time like"),
+        (["8", "--op", "sum"], "unknown collective 'sum'"),
+        (["8", "--algorithm", "torus"], "unknown algorithm 'torus'"),
+    ],
+)
+def test_topology_refuses_in_one_sentence(arguments, text):
+    done = topology(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("torch-iroh topology: ")
+    assert text in last
+
+
+# ---- what it costs: the issue's limits are 60 s and 2 GiB ----
+
+COST = textwrap.dedent("""
+    import json, resource, sys, time
+    import torch_iroh
+    begun = time.monotonic()
+    found = torch_iroh.plan(**json.loads(sys.argv[1]))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(json.dumps([time.monotonic() - begun, peak * 1024, found.method, found.simulated_ranks]))
+""")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "method", "ranks"),
+    [
+        # All ranks, chunks and all: a chain of 10,000.
+        ({"op": "broadcast", "algorithm": "ring", "world": 10_000}, "everyone", 10_000),
+        ({"op": "all_reduce", "world": 10_000}, "period", 1),
+        ({"op": "all_reduce", "world": 10_000, "ranks_per_host": 8}, "period", 8),
+        ({"op": "all_reduce", "world": 1_000_000}, "period", 1),
+        ({"op": "barrier", "world": 1_000_000}, "period", 1),
+        ({"op": "broadcast", "algorithm": "direct", "world": 1_000_000, "bytes": MEBI}, "everyone", 1_000_000),
+    ],
+)
+def test_large_worlds_are_planned_within_time_and_memory(arguments, method, ranks):
+    arguments = {"bytes": 64 * MEBI, **arguments}
+    done = subprocess.run(
+        [sys.executable, "-c", COST, json.dumps(arguments)], capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    seconds, peak, found_method, simulated = json.loads(done.stdout)
+    assert (found_method, simulated) == (method, ranks)
+    assert seconds < 60
+    assert peak < 2 << 30
+
+
+def test_planning_needs_no_torch():
+    code = "import sys, torch_iroh; torch_iroh.plan(bytes=64, world=4); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_public_names_are_here():
+    assert {"Link", "Plan", "plan"} <= set(torch_iroh.__all__)

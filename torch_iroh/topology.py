@@ -1,0 +1,141 @@
+"""`torch-iroh topology N`: what a collective of N ranks would take on links that the options describe.
+
+$ torch-iroh topology 1000 --bytes 64Mi --bandwidth 1Gbit --latency 25ms
+
+Connects to nothing. The public function behind it is :func:`torch_iroh.plan`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+from torch_iroh import _plan
+from torch_iroh._plan import Link, Plan, plan
+
+_DESCRIPTION = """\
+What a collective of N ranks would take: its real schedules on a virtual clock. --bandwidth and --latency are those
+between sites; without --hosts-per-site every host is a site. Within sites and hosts: the defaults of torch_iroh.plan.
+Latency is one way, half of what ping shows."""
+
+_EPILOG = """\
+example:
+  torch-iroh topology 1000 --bytes 64Mi --bandwidth 1Gbit --latency 25ms"""
+
+_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+
+
+def _quantity(text: str) -> tuple[float, str]:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    return (float(match[1]), match[2]) if match else (-1.0, "")
+
+
+def _bytes(text: str) -> int:
+    number, unit = _quantity(text)
+    unit = unit.removesuffix("b") if unit.endswith("ib") or unit in ("b", "kb", "mb", "gb") else unit
+    if number < 0 or unit not in _BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 4096, 64Ki or 64Mi")
+    return int(number * _BYTES[unit])
+
+
+def _bandwidth(text: str) -> float:
+    number, unit = _quantity(text)
+    unit = unit.removesuffix("/s").removesuffix("ps")
+    if number <= 0 or unit not in _BITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth like 100Mbit or 10Gbit")
+    return number * _BITS[unit] / 8
+
+
+def _latency(text: str) -> float:
+    number, unit = _quantity(text)
+    if number < 0 or unit not in _SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time like 50ms or 200us")
+    return number * _SECONDS[unit]
+
+
+def _positive(text: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to 999999999")
+    return int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "torch-iroh topology",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("ranks", type=_positive, metavar="N", help="ranks")
+    parser.add_argument("--op", default="all_reduce", help="the collective (all_reduce)")
+    parser.add_argument("--bytes", type=_bytes, default=64 << 20, metavar="SIZE", help="of the whole (64Mi)")
+    parser.add_argument("--dtype", default="float32", help="of the elements (float32)")
+    parser.add_argument("--ranks-per-host", type=_positive, default=1, metavar="K", help="(1)")
+    parser.add_argument("--hosts-per-site", type=_positive, default=None, metavar="M", help="(no sites: all are apart)")
+    parser.add_argument("--bandwidth", type=_bandwidth, default=_plan.WAN.bandwidth, metavar="RATE", help="(1Gbit)")
+    parser.add_argument("--latency", type=_latency, default=_plan.WAN.latency, metavar="TIME", help="one way (25ms)")
+    parser.add_argument("--algorithm", default="auto", help="one by name (auto: the fastest)")
+    parser.add_argument("--json", action="store_true", help="one object with the fields of torch_iroh.Plan")
+    return parser
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def table(found: Plan) -> str:
+    """Lay a plan out for people."""
+    how = {
+        "everyone": "all ranks simulated",
+        "period": f"{found.simulated_ranks} of {found.world} ranks simulated; the others do the same at the same time",
+        "kinds": f"a sample: {found.simulated_ranks} of {found.world} ranks simulated, one host of each kind",
+    }[found.method]
+    rows = {
+        "algorithm": found.algorithm,
+        "predicted time": f"{_time(found.predicted_seconds)} (half of the ranks: {_time(found.median_seconds)})",
+        "depth": f"{found.depth} messages one after the other",
+        "fan-out": f"{found.fan_out} peers, at most",
+        "messages per rank": f"{found.messages_per_rank}, at most",
+        "bytes per rank": f"{found.bytes_per_rank}, at most",
+        "chunk": f"{found.chunk_bytes} bytes",
+        "simulated": how,
+    }
+    for name, seconds in sorted(found.alternatives.items(), key=lambda item: item[1]):
+        if name != found.algorithm:
+            rows[f"instead, {name}"] = _time(seconds)
+    for name, why in found.refused.items():
+        rows[f"not {name}"] = why
+    width = max(map(len, rows))
+    title = f"{found.op} of {found.bytes} bytes, {found.world} ranks"
+    return "\n".join([title, *(f"  {name:<{width}}  {value}" for name, value in rows.items())])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; `arguments` default to those of the process."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        found = plan(
+            options.op,
+            bytes=options.bytes,
+            world=options.ranks,
+            ranks_per_host=options.ranks_per_host,
+            hosts_per_site=options.hosts_per_site or 1,
+            wan=Link(latency=options.latency, bandwidth=options.bandwidth),
+            algorithm=options.algorithm,
+            dtype=options.dtype,
+        )
+    except ValueError as error:
+        print(f"torch-iroh topology: {error}", file=sys.stderr)
+        sys.exit(2)
+    print(json.dumps(dataclasses.asdict(found)) if options.json else table(found))
+
+
+if __name__ == "__main__":
+    main()
