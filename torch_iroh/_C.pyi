@@ -7,6 +7,7 @@ class Options:
     algorithm: str | None
     connect: str | None
     shared_memory: str | None
+    site: str | None
     streams: int | None
     peer_timeout: float | None
     heartbeat: float | None
@@ -21,6 +22,7 @@ class Options:
         algorithm: str | None = None,
         connect: str | None = None,
         shared_memory: str | None = None,
+        site: str | None = None,
         streams: int | None = None,
         peer_timeout: float | None = None,
         heartbeat: float | None = None,

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "base/bytes.hpp"
 #include "link/frame.hpp"
 
 namespace torch_iroh::c10d_backend {
@@ -72,19 +73,25 @@ std::optional<collective::Algorithm> IrohOptions::resolved_algorithm() const {
   std::string allowed = "'auto'";
   for (int i = 0; i < collective::kAlgorithmCount; ++i) {
     const auto value = static_cast<collective::Algorithm>(i);
-    // No group knows its levels yet: pinned, it would silently run something else.
-    if (value == collective::Algorithm::hierarchical) continue;
     if (name_of(value) == name) return value;
     allowed += ", '" + std::string(name_of(value)) + "'";
   }
-  refuse("algorithm", "'" + name + "'" + (name == "hierarchical" ? " (the levels of a group are not known yet)" : ""),
-         allowed);
+  refuse("algorithm", "'" + name + "'", allowed);
 }
 
 bool IrohOptions::resolved_eager() const {
   const std::string name = text_option(connect, "TORCH_IROH_CONNECT").value_or("lazy");
   if (name != "lazy" && name != "eager") refuse("connect", "'" + name + "'", "'lazy', 'eager'");
   return name == "eager";
+}
+
+std::string IrohOptions::resolved_site() const {
+  constexpr std::size_t kMostBytes = 100;
+  const std::string name = text_option(site, "TORCH_IROH_SITE").value_or("");
+  if (name.size() > kMostBytes || printable(name) != name) {
+    refuse("site", "'" + printable(name) + "'", "up to 100 printable ASCII characters");
+  }
+  return name;
 }
 
 transport::Sharing IrohOptions::resolved_shared_memory() const {

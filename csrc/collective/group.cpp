@@ -104,6 +104,7 @@ std::uint64_t Group::submit(CollectiveCall call) {
     drives ? host_->drive(sequence) : host_->attend();
     return sequence;
   }
+  if (!call.request.hierarchy) call.request.hierarchy = options_.hierarchy;
   call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
   auto queued = std::make_shared<Queued>(Queued{sequence, std::move(call), deadline});
   post([this, queued] {

@@ -36,6 +36,7 @@ struct GroupOptions {
   std::string name;                            // for error texts
   std::size_t chunk_bytes = 256 << 10;         // equal on all ranks
   std::optional<Algorithm> algorithm;          // none: chosen by size and world
+  std::shared_ptr<const Hierarchy> hierarchy;  // equal on all ranks; none: the world is flat
   Duration peer_timeout = milliseconds(3000);  // where ranks share memory; else the links have their own
 };
 

@@ -24,7 +24,11 @@ Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, st
   if (pinned) return nearest(*pinned, request);
   if (request.world <= 2 || request.op == Op::barrier) return Algorithm::direct;
   const std::uint64_t count = std::accumulate(request.blocks.begin(), request.blocks.end(), request.count);
-  if (count * element_bytes > kDirectBytes) return nearest(Algorithm::ring, request);
+  if (count * element_bytes > kDirectBytes) {
+    // Between hosts each byte goes once for a host, not once for a rank.
+    const bool by_levels = supports(Algorithm::hierarchical, request);
+    return nearest(by_levels ? Algorithm::hierarchical : Algorithm::ring, request);
+  }
   if (request.world <= kDirectWorld) return Algorithm::direct;
   switch (request.op) {
     case Op::all_gather:

@@ -19,9 +19,9 @@ namespace torch_iroh::transport {
 
 // What a rank publishes, so that the others of its host find its memory.
 struct HostIntroduction {
-  std::string host;  // host_identity(), empty: shares no memory
+  std::string host;  // host_identity(), empty: not known
   std::int32_t pid = 0;
-  std::int32_t memory = -1;
+  std::int32_t memory = -1;  // -1: shares none
   std::uint64_t nonce = 0;
   std::int32_t bell = -1;
   std::uint64_t bell_nonce = 0;

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
 #include <random>
 
 #include "base/bytes.hpp"
@@ -67,6 +68,38 @@ void check_agreement(const JoinRequest& request, int peer, const Record& mine, c
   }
 }
 
+using Groups = std::vector<std::vector<std::int32_t>>;
+
+Groups grouped_by(const std::vector<std::string>& names) {
+  Groups groups;
+  std::map<std::string, std::size_t> known;
+  for (std::size_t rank = 0; rank < names.size(); ++rank) {
+    const auto [entry, is_new] = known.emplace(names[rank], groups.size());
+    if (is_new) groups.emplace_back();
+    groups[entry->second].push_back(static_cast<std::int32_t>(rank));
+  }
+  return groups;
+}
+
+// A rank whose host is not known is a host of its own; a host that names no site, a site of its own.
+std::vector<Groups> levels_of(const std::vector<Record>& records) {
+  std::vector<std::string> hosts;
+  std::vector<std::string> sites;
+  std::map<std::string, std::size_t> speakers;
+  for (std::size_t rank = 0; rank < records.size(); ++rank) {
+    const Record& record = records[rank];
+    hosts.push_back(record.sharing.host.empty() ? "rank " + std::to_string(rank) : record.sharing.host);
+    sites.push_back(record.site.empty() ? "host " + hosts.back() : "site " + record.site);
+    const std::size_t speaker = speakers.emplace(hosts.back(), rank).first->second;
+    if (records[speaker].site == record.site) continue;
+    throw Error(ErrorKind::mismatch, "ranks " + std::to_string(speaker) + " and " + std::to_string(rank) +
+                                         " are on one host (" + record.host + ") and name two sites, '" +
+                                         records[speaker].site + "' and '" + record.site +
+                                         "'. Try: the same TORCH_IROH_SITE for all ranks of a host");
+  }
+  return {grouped_by(hosts), grouped_by(sites)};
+}
+
 // A rank's memory for the others of its host; null, and why is said once, where there can be none.
 std::unique_ptr<HostTeam> make_team(const JoinRequest& request) {
   if (request.sharing == Sharing::none || request.world == 1 || host_identity().empty()) return nullptr;
@@ -83,7 +116,7 @@ std::unique_ptr<HostTeam> settle_team(KeyValueStore& store, const JoinRequest& r
                                       const std::vector<Record>& records, std::unique_ptr<HostTeam> team,
                                       TimePoint deadline) {
   const auto alike = [&](const Record& record) {
-    return !record.sharing.host.empty() && record.sharing.host == records.front().sharing.host;
+    return record.sharing.memory >= 0 && record.sharing.host == records.front().sharing.host;
   };
   if (!std::all_of(records.begin(), records.end(), alike) || !team) return nullptr;
   Sharing mine = Sharing::none;
@@ -190,7 +223,8 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   mine.addr = node->addr();
   if (mine.addr.direct.size() > kMostAddresses) mine.addr.direct.resize(kMostAddresses);
   auto team = make_team(request);
-  if (team) mine.sharing = team->introduction();
+  mine.sharing = team ? team->introduction() : HostIntroduction{host_identity()};
+  mine.site = request.site;
   store.set(rank_key(request.rank), encode(mine));
 
   std::vector<int> ranks;
@@ -225,6 +259,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
     }
   }
   joined.transport->set_members(members, wire_version);
+  joined.levels = levels_of(records);
   joined.team = settle_team(store, request, prefix, records, std::move(team), deadline);
   return joined;
 }

@@ -51,12 +51,15 @@ struct JoinRequest {
   std::uint32_t chunk_bytes = 0;
   std::string members;
   Duration timeout{};
+  std::string site{};               // equal on all ranks of a host
   Sharing sharing = Sharing::none;  // at most, with the other ranks if all are on this host and want it too
 };
 
 struct Joined {
   std::shared_ptr<IrohTransport> transport;
-  std::uint32_t chunk_bytes = 0;   // the smallest that any rank asked for
+  std::uint32_t chunk_bytes = 0;  // the smallest that any rank asked for
+  // Ranks by host and by site (levels[0], levels[1]), both in the order of their first ranks.
+  std::vector<std::vector<std::vector<std::int32_t>>> levels;
   std::unique_ptr<HostTeam> team;  // when all ranks share memory, as all of them know
 };
 

@@ -542,8 +542,10 @@ def lonely_stats(rank: int) -> tuple[Any]:
 
 ALLOWED = {  # option: (text of what is allowed, wrong values)
     "chunk_bytes": ("1024 to 1048576 bytes", [0, -1, 1023, 1048577, 2**40]),
-    "algorithm": ("'auto', 'ring', 'direct'", ["oak", "", "RING", "hierarchical"]),
+    "algorithm": ("'auto', 'ring', 'direct'", ["oak", "", "RING"]),
     "connect": ("'lazy', 'eager'", ["sometimes", ""]),
+    "shared_memory": ("'auto', 'buffered', 'off'", ["on", ""]),
+    "site": ("up to 100 printable ASCII characters", ["x" * 101, "two\nlines"]),
     "streams": ("1 to 64", [0, -1, 65, 10**6]),
     "peer_timeout": ("0.2 to 3600 seconds", [0, -1.0, 0.1, 3601.0, float("nan"), float("inf")]),
     "heartbeat": ("0.02 to 1200 seconds", [0, -1.0, 0.01, 1201.0, float("nan")]),
@@ -554,6 +556,8 @@ RIGHT = {
     "chunk_bytes": 65536,
     "algorithm": "ring",
     "connect": "eager",
+    "shared_memory": "buffered",
+    "site": "home",
     "streams": 3,
     "peer_timeout": 2.5,
     "heartbeat": 0.25,
@@ -620,7 +624,6 @@ def test_options_repeat_themselves():
         ("TORCH_IROH_CHUNK_BYTES", "many", "TORCH_IROH_CHUNK_BYTES is 'many'; allowed: a number"),
         ("TORCH_IROH_CHUNK_BYTES", "65536k", "TORCH_IROH_CHUNK_BYTES is '65536k'; allowed: a number"),
         ("TORCH_IROH_ALGORITHM", "oak", "algorithm.*'auto', 'ring', 'direct', .*'tree', 'butterfly', 'bruck'"),
-        ("TORCH_IROH_ALGORITHM", "hierarchical", "levels of a group are not known yet.*'butterfly'"),
         ("TORCH_IROH_CONNECT", "never", "connect.*'lazy', 'eager'"),
         ("TORCH_IROH_STREAMS", "0", "streams.*1 to 64"),
         ("TORCH_IROH_STREAMS", "2.5", "TORCH_IROH_STREAMS|streams"),
