@@ -335,7 +335,10 @@ void Group::shutdown() {
     std::unique_lock lock(shared_mutex_);
     idle_.wait_for(lock, kFinishGrace, [&] { return in_flight_ == 0 && failure_; });
   }
-  if (host_) host_->leave();
+  if (host_) {
+    host_->leave();
+    host_->close();
+  }
   inbox_.close();
   transport_->close(healthy ? kLinger : kFarewell);
 }

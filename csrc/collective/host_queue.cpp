@@ -35,9 +35,11 @@ void relax() {
 
 HostQueue::HostQueue(std::unique_ptr<HostTeam> team, Duration peer_timeout, Hooks hooks)
     : team_(std::move(team)),
+      rank_(team_->rank()),
+      world_(team_->world()),
       hooks_(std::move(hooks)),
       peer_timeout_(peer_timeout),
-      may_spin_(static_cast<unsigned>(team_->world()) <= std::thread::hardware_concurrency()) {}
+      may_spin_(static_cast<unsigned>(world_) <= std::thread::hardware_concurrency()) {}
 
 void HostQueue::push(std::uint64_t sequence, CollectiveCall call, TimePoint deadline) {
   const std::lock_guard lock(queue_mutex_);
@@ -64,12 +66,26 @@ void HostQueue::fail(const Error& cause, const std::string& news) {
     if (!failed_) failed_ = cause;
   }
   // Before anyone's memory is given back: readers look at this after they have read.
-  if (!news.empty()) team_->fail(news);
+  const auto members = team();
+  if (members && !news.empty()) members->fail(news);
   attend();
 }
 
 void HostQueue::leave() {
-  team_->leave();
+  if (const auto members = team()) members->leave();
+}
+
+void HostQueue::close() {
+  const std::lock_guard working(drive_mutex_);
+  if (const auto cause = failed()) end_all(*cause);
+  const std::lock_guard lock(queue_mutex_);
+  if (!failed_) failed_.emplace(ErrorKind::aborted, "the group was destroyed on rank " + std::to_string(rank_));
+  team_.reset();
+}
+
+std::shared_ptr<HostTeam> HostQueue::team() const {
+  const std::lock_guard lock(queue_mutex_);
+  return team_;
 }
 
 std::optional<Error> HostQueue::failed() const {
@@ -144,7 +160,7 @@ bool HostQueue::begin_next(std::optional<TimePoint>& again) {
     if (front.call.held) {
       if (front.deadline <= Clock::now()) {
         throw Error(ErrorKind::timeout,
-                    timed_out(front.call.timeout, team_->rank()) + ", whose device has not handed over its data");
+                    timed_out(front.call.timeout, rank_) + ", whose device has not handed over its data");
       }
       again = front.deadline;
       return false;
@@ -164,8 +180,8 @@ bool HostQueue::begin_next(std::optional<TimePoint>& again) {
 TimePoint HostQueue::look_after(Current& current, TimePoint now) {
   if (current.queued.deadline <= now) throw late();
   const auto waiting = current.run->waiting_for();
-  for (int rank = 0; rank < team_->world(); ++rank) {
-    if (rank != team_->rank() && team_->standing(rank) == HostTeam::Standing::failed) {
+  for (int rank = 0; rank < world_; ++rank) {
+    if (rank != rank_ && team_->standing(rank) == HostTeam::Standing::failed) {
       throw Error(ErrorKind::peer_gone, team_->reason_of(rank) + " (reported by rank " + std::to_string(rank) + ")");
     }
   }
@@ -216,7 +232,7 @@ std::string HostQueue::still_waiting() const {
 }
 
 Error HostQueue::late() const {
-  return {ErrorKind::timeout, timed_out(current_->queued.call.timeout, team_->rank()) + still_waiting()};
+  return {ErrorKind::timeout, timed_out(current_->queued.call.timeout, rank_) + still_waiting()};
 }
 
 std::string HostQueue::title() const {
@@ -230,7 +246,7 @@ void HostQueue::report(const Error& given) {
 }
 
 void HostQueue::end_current(const Error* error) {
-  team_->await(-1);
+  if (team_) team_->await(-1);
   const Current ended = std::move(*current_);
   current_.reset();
   ended_.store(ended.queued.sequence + 1);
@@ -241,7 +257,7 @@ void HostQueue::end_current(const Error* error) {
 
 void HostQueue::end_all(const Error& cause) {
   if (current_) {
-    const Error error = explain(cause, team_->rank(), title());
+    const Error error = explain(cause, rank_, title());
     end_current(&error);
   }
   for (;;) {
@@ -254,7 +270,7 @@ void HostQueue::end_all(const Error& cause) {
     }
     const std::string what = title_of(next->sequence, describe(next->call, "shared memory"));
     current_.emplace(Current{std::move(*next), nullptr});
-    const Error error = explain(cause, team_->rank(), what);
+    const Error error = explain(cause, rank_, what);
     end_current(&error);
   }
 }

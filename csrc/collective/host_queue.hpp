@@ -39,6 +39,8 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   // Everything in flight ends with `cause`, and so does what comes later. `news`: for the other ranks, unless empty.
   void fail(const Error& cause, const std::string& news);
   void leave();
+  // After fail() or leave(): gives the memory back. What is still in flight ends first.
+  void close();
   std::string waiting_text();  // "; still waiting for rank 2", unless it moves right now
 
   // Goes on as far as it can, unless another thread is at it. Until when it can wait; nullopt: nothing is left to do.
@@ -69,7 +71,12 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   std::string still_waiting() const;
   std::string title() const;
 
-  const std::unique_ptr<transport::HostTeam> team_;
+  std::shared_ptr<transport::HostTeam> team() const;
+
+  // Changed by close() only, under both mutexes; whoever works holds drive_mutex_ and reads it freely.
+  std::shared_ptr<transport::HostTeam> team_;
+  const int rank_;
+  const int world_;
   const Hooks hooks_;
   const Duration peer_timeout_;
   const bool may_spin_;

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ranks import Ranks
+from ranks import ENVIRONMENT, Ranks
 
 # Also for processes that a test starts without `ranks`.
 os.environ.setdefault("TORCH_IROH_BIND", "127.0.0.1:0")
@@ -22,6 +22,18 @@ def _same_environment() -> Iterator[None]:
     if dict(os.environ) != before:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.fixture(params=["iroh", "shared_memory"])
+def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How the ranks of this test reach each other: each such test runs on both roads."""
+    over: str = request.param
+    if over == "shared_memory":
+        if request.node.get_closest_marker("over_iroh"):
+            pytest.skip("it is about connections, which ranks that share memory have none of")
+        monkeypatch.setitem(ENVIRONMENT, "TORCH_IROH_SHARED_MEMORY", "auto")
+        monkeypatch.setenv("TORCH_IROH_SHARED_MEMORY", "auto")
+    return over
 
 
 @pytest.fixture(scope="module")

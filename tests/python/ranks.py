@@ -21,8 +21,8 @@ interpreter, kills what still runs, with the processes those ranks have started.
 
 Methods of starting: "forkserver" (default: forked from a clean process that has imported torch and nothing else, about
 0.05 s a rank), "spawn" (a new interpreter, about 2 s), "fork" (a copy of the test process).
-Every rank has TORCH_IROH_BIND=127.0.0.1:0, TORCH_IROH_SHARED_MEMORY=off (or what TEST_SHARED_MEMORY says) and one
-OpenMP thread unless `environment` says otherwise.
+Every rank has TORCH_IROH_BIND=127.0.0.1:0, TORCH_IROH_SHARED_MEMORY=off and one OpenMP thread unless `environment`
+says otherwise.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DEFAULT_DEADLINE = 60.0
 # Ranks of one host would share memory; most tests are about iroh between them.
 ENVIRONMENT = {
     "TORCH_IROH_BIND": "127.0.0.1:0",
-    "TORCH_IROH_SHARED_MEMORY": os.environ.get("TEST_SHARED_MEMORY", "off"),
+    "TORCH_IROH_SHARED_MEMORY": "off",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from families import Attempt, attempt, destroy, join, join_and_sum, sum_is_exact
 from ranks import Outcome, Ranks, values_of
 
+pytestmark = pytest.mark.usefixtures("road")
+
 # Seconds. What the README promises; a busy machine has to keep them too.
 SOON = 5.0
 AT_ONCE = 0.1
@@ -196,6 +198,7 @@ def send_or_receive(rank: int, world: int, store: str, case: str) -> Attempt:
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.over_iroh
 @pytest.mark.parametrize("case", SENT)
 def test_send_and_recv_that_do_not_match_are_both_named_on_every_rank(tmp_path: Path, world: int, case: str) -> None:
     with Ranks(world) as ranks:
@@ -322,6 +325,7 @@ def test_killed_rank_is_named_to_a_rank_that_waits_for_another_who_waits_for_it(
             assert_death_is_told(made, rank, 2, killed)
 
 
+@pytest.mark.over_iroh
 def test_rank_killed_before_its_first_word_is_named_within_connect_timeout(tmp_path: Path) -> None:
     with Ranks(3, environment={"TORCH_IROH_CONNECT_TIMEOUT": "2"}) as ranks:
         ranks.run(join, 3, str(tmp_path / "store"))
@@ -335,6 +339,7 @@ def test_rank_killed_before_its_first_word_is_named_within_connect_timeout(tmp_p
             assert destroyed.took < DESTROYED_WITHIN, (rank, destroyed)
 
 
+@pytest.mark.over_iroh
 @pytest.mark.parametrize("what", ["barrier", "all_reduce_big"])
 def test_peer_timeout_of_1_s_is_kept(tmp_path: Path, what: str) -> None:
     with Ranks(3, environment={"TORCH_IROH_PEER_TIMEOUT": "1"}) as ranks:
@@ -434,6 +439,7 @@ def receive_or_not(rank: int, world: int, store: str) -> Attempt | None:
     return attempt(lambda: dist.recv(floats(4), 1)) if rank == 0 else None
 
 
+@pytest.mark.over_iroh
 def test_recv_that_nobody_sends_times_out_naming_the_sender(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         ranks.start(receive_or_not, 2, str(tmp_path / "store"))
@@ -484,6 +490,7 @@ def test_rank_that_destroys_its_group_is_named_at_once_to_those_who_wait_for_it(
         assert outcomes[2].value.took < DESTROYED_WITHIN, outcomes[2]
 
 
+@pytest.mark.over_iroh
 def test_recv_from_anyone_ends_at_once_when_everyone_else_has_left(tmp_path: Path) -> None:
     with Ranks(3) as ranks:
         ranks.run(join_and_sum, 3, str(tmp_path / "store"))
@@ -743,6 +750,7 @@ def fork_after_a_group_of_one(rank: int, store: str) -> list[int]:
     return [ends.get(pid, -999) for pid in children]
 
 
+@pytest.mark.over_iroh
 def test_child_of_a_process_that_had_a_group_of_one_makes_a_group_or_hears_why_not(tmp_path: Path) -> None:
     with Ranks(1) as ranks:
         ends = ranks.run(fork_after_a_group_of_one, str(tmp_path / "store"))[0]

@@ -18,6 +18,8 @@ import torch.distributed as dist
 from families import Attempt, attempt, destroy, join, join_and_sum, sum_is_exact
 from ranks import Ranks, values_of
 
+pytestmark = pytest.mark.usefixtures("road")
+
 WORLD = 3
 COUNT = 3 * 1000
 CLOSED_WITHIN = 1.0  # seconds from the last rank's goodbye
