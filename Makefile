@@ -51,6 +51,7 @@ test-frameworks: $(VENV)/installed-demo $(VENV)/installed-test native
 bench: $(VENV)/installed-test native
 	$(bin)/python benchmarks/stream.py $(ARGS)
 	$(bin)/python benchmarks/allreduce.py $(ARGS)
+	$(bin)/python benchmarks/host.py $(ARGS)
 	$(bin)/python benchmarks/ddp.py
 
 lint: $(VENV)/installed-dev

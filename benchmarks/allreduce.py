@@ -35,6 +35,8 @@ from harness import Rank, parse_bytes, positive, quantile, show_bytes
 from raw_road import RawRoad, Traffic
 from torch import Tensor
 
+import torch_iroh
+
 BUSBW_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: (n - 1) / n,
@@ -142,7 +144,8 @@ def exercise(op: str, rank: Rank, nbytes: int) -> Exercise:
 
 def measure(rank: Rank, plan: Plan) -> Seen:
     world_group = dist.group.WORLD
-    iroh_group = dist.new_group(backend="iroh")
+    # Over iroh also here, where all ranks are on one host; host.py is about the memory they share.
+    iroh_group = dist.new_group(backend="iroh", pg_options=torch_iroh.Options(shared_memory="off"))
     assert world_group is not None and isinstance(iroh_group, dist.ProcessGroup)
     groups = dict(zip(BACKENDS, (world_group, iroh_group), strict=True))
     road = RawRoad(rank) if any(case.raw for case in plan.cases) else None

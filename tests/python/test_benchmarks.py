@@ -85,6 +85,18 @@ def test_allreduce_verifies_every_collective_on_both_backends():
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory needs Linux")
+def test_host_verifies_every_collective_and_says_when_open_mpi_is_left_out():
+    (table,) = run_quick("host.py", "--op", "all", "--no-mpi")
+    assert {row["op"] for row in table} == OPS
+    assert {row["backend"] for row in table} == {"gloo", "iroh"}
+    assert {row["wrong"] for row in table} == {"0"}
+    assert {row["to_mpi"] for row in table} == {"-"}
+    done = run("host.py", "--quick", "--no-mpi", "--op", "barrier", "--rounds", "1")
+    assert "Open MPI is left out" in done.stdout
+
+
+@pytest.mark.timeout(240)
 def test_ddp_compares_a_step_with_what_it_must_cost():
     done = run("ddp.py", "--quick", "--deadline", "150")
     assert done.returncode == 0, done.stdout + done.stderr

