@@ -34,8 +34,10 @@ cpp_files = $(shell find csrc tests/cpp tests/accelerator -name '*.cpp' -o -name
 
 # ---- what people call ----
 
+# Its ranks would share this machine's memory; the demo is of iroh.
 demo: $(VENV)/installed-demo native
-	$(bin)/torchrun --nproc-per-node=$(NPROC) examples/finetune.py $(ARGS)
+	TORCH_IROH_SHARED_MEMORY=$${TORCH_IROH_SHARED_MEMORY-off} \
+	  $(bin)/torchrun --nproc-per-node=$(NPROC) examples/finetune.py $(ARGS)
 
 test: $(VENV)/installed-demo $(VENV)/installed-test native unit unit-sanitized
 	$(bin)/python -m pytest --ignore=tests/frameworks $(PYTEST)
