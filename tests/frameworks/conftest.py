@@ -85,6 +85,7 @@ def launch(tmp_path: Path) -> Callable[..., tuple[list[dict], str]]:
             "NAMED_BACKEND": named,
             "OMP_NUM_THREADS": "1",
             "TORCH_IROH_BIND": "127.0.0.1:0",
+            "TORCH_IROH_SHARED_MEMORY": "off",
             "TORCH_IROH_PEER_TIMEOUT": "30",  # a rank that imports a framework on a busy machine may be silent
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",

@@ -41,6 +41,7 @@ os.environ.update(
     OMP_NUM_THREADS="1",
 )
 os.environ.setdefault("TORCH_IROH_BIND", "127.0.0.1:0")
+os.environ.setdefault("TORCH_IROH_SHARED_MEMORY", "off")  # "auto": the same over shared memory
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
