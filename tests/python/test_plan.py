@@ -230,7 +230,7 @@ COST = textwrap.dedent("""
         ),
         ({"algorithm": "ring", "world": 1_000_000}, "ring", "period", 1),
         ({"algorithm": "hierarchical", "world": 1_000_000}, "hierarchical", "kinds", None),
-        ({"op": "barrier", "world": 1_000_000}, "direct", "period", 1),
+        ({"op": "barrier", "algorithm": "direct", "world": 1_000_000}, "direct", "period", 1),
         (
             {"op": "broadcast", "algorithm": "direct", "world": 1_000_000, "bytes": MEBI},
             "direct",
