@@ -40,9 +40,10 @@ def points(algorithm: str, link: Link, most: int) -> list[torch_iroh.Plan]:
         except ValueError as error:
             print(f"{algorithm} {world}: {error}", file=sys.stderr)
             continue
-        if plan.algorithm == algorithm:
-            print(f"{algorithm} {world}: {time.monotonic() - begun:.1f} s", file=sys.stderr)
-            found.append(plan)
+        if plan.algorithm != algorithm:
+            break  # it has no all_reduce: another was planned
+        print(f"{algorithm} {world}: {time.monotonic() - begun:.1f} s", file=sys.stderr)
+        found.append(plan)
     return found
 
 
