@@ -23,6 +23,8 @@ LINKS = {
     "1gbit-50ms": ("1 Gbit/s, 50 ms", Link(latency=0.050, bandwidth=125e6)),
     "10gbit-1ms": ("10 Gbit/s, 1 ms", Link(latency=0.001, bandwidth=1.25e9)),
 }
+TABLE = (8, 64, 1024, 10_000, 1_000_000)
+MARKERS = {"everyone": "", "period": " p", "kinds": " k"}
 IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
 
 
@@ -38,10 +40,18 @@ def points(algorithm: str, link: Link, most: int) -> list[torch_iroh.Plan]:
         except ValueError as error:
             print(f"{algorithm} {world}: {error}", file=sys.stderr)
             continue
-        if plan.algorithm == algorithm:
-            print(f"{algorithm} {world}: {time.monotonic() - begun:.1f} s", file=sys.stderr)
-            found.append(plan)
+        if plan.algorithm != algorithm:
+            break  # it has no all_reduce: another was planned
+        print(f"{algorithm} {world}: {time.monotonic() - begun:.1f} s", file=sys.stderr)
+        found.append(plan)
     return found
+
+
+def cell(plan: torch_iroh.Plan) -> str:
+    """Say what the tables say of one plan: time, depth, fan-out, and how it was simulated."""
+    seconds = plan.predicted_seconds
+    time_text = f"{seconds:.2g} s" if seconds < 100 else f"{seconds:,.0f} s"
+    return f"{time_text}, {plan.depth:,}, {plan.fan_out:,}{MARKERS[plan.method]}"
 
 
 def main() -> None:
@@ -60,28 +70,24 @@ def main() -> None:
         lines = {algorithm: points(algorithm, link, most) for algorithm in core_module().algorithms()}
         figure, (times, fans) = pyplot.subplots(1, 2, figsize=(10, 4))
         for algorithm, plans in lines.items():
+            if not plans:
+                continue  # bruck has no all_reduce
             worlds = [plan.world for plan in plans]
             times.plot(worlds, [plan.predicted_seconds for plan in plans], marker=".", label=algorithm)
             fans.plot(worlds, [plan.fan_out for plan in plans], marker=".", label=algorithm)
         for axes, what in ((times, "predicted seconds"), (fans, "fan-out: peers one rank sends to, at most")):
             axes.set(xscale="log", yscale="log", xlabel="ranks", title=what)
             axes.grid(True, alpha=0.3)
-        times.legend()
+        times.legend(fontsize=8)
         figure.suptitle(f"all_reduce of 64 MiB, {title} one way")
         figure.tight_layout()
         figure.savefig(IMAGES / f"scaling-{name}.png", dpi=110)
-        print(
-            f"\n{title}:\n\n| algorithm | ranks | predicted | depth | fan-out | simulated ranks |\n"
-            + "| --- " * 6
-            + "|"
-        )
+        print(f"\n{title}:\n\n| algorithm | " + " | ".join(f"{world:,}" for world in TABLE) + " |")
+        print("| --- " * (len(TABLE) + 1) + "|")
         for algorithm, plans in lines.items():
-            for plan in plans:
-                if plan.world in (8, 64, 1024, 10_000, 1_000_000):
-                    print(
-                        f"| {algorithm} | {plan.world:,} | {plan.predicted_seconds:.3g} s | {plan.depth:,} "
-                        f"| {plan.fan_out:,} | {plan.simulated_ranks:,} ({plan.method}) |"
-                    )
+            if plans:
+                cells = {plan.world: cell(plan) for plan in plans}
+                print(f"| {algorithm} | " + " | ".join(cells.get(world, "") for world in TABLE) + " |")
 
 
 if __name__ == "__main__":

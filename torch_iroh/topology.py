@@ -80,7 +80,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hosts-per-site", type=_positive, default=None, metavar="M", help="(no sites: all are apart)")
     parser.add_argument("--bandwidth", type=_bandwidth, default=_plan.WAN.bandwidth, metavar="RATE", help="(1Gbit)")
     parser.add_argument("--latency", type=_latency, default=_plan.WAN.latency, metavar="TIME", help="one way (25ms)")
-    parser.add_argument("--algorithm", default="auto", help="one by name (auto: the fastest)")
+    parser.add_argument(
+        "--algorithm",
+        default="auto",
+        help="ring, direct, ring_bidirectional, tree, butterfly, bruck, hierarchical (auto: the fastest)",
+    )
     parser.add_argument("--json", action="store_true", help="one object with the fields of torch_iroh.Plan")
     return parser
 
@@ -96,8 +100,8 @@ def table(found: Plan) -> str:
         "period": f"{found.simulated_ranks} of {found.world} ranks simulated; the others do the same at the same time",
         "kinds": f"a sample: {found.simulated_ranks} of {found.world} ranks simulated, one host of each kind",
     }[found.method]
-    rows = {
-        "algorithm": found.algorithm,
+    rows = {"algorithm": found.algorithm, **({"levels": found.levels} if found.levels else {})}
+    rows |= {
         "predicted time": f"{_time(found.predicted_seconds)} (half of the ranks: {_time(found.median_seconds)})",
         "depth": f"{found.depth} messages one after the other",
         "fan-out": f"{found.fan_out} peers, at most",

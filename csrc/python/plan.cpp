@@ -1,8 +1,11 @@
 // Plans: what each algorithm would take on given links, by simulation. Connects to nothing.
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
 
+#include "collective/hierarchy.hpp"
 #include "collective/planner.hpp"
 #include "collective/simulator.hpp"
 #include "python/module.hpp"
@@ -16,6 +19,9 @@ using namespace collective;
 
 // Each rank's schedule of such an operation reads all blocks: planning takes the square of this.
 constexpr std::int32_t kMostRanksWithBlocks = 16'384;
+
+// Levels that are not uniform are lists of all ranks.
+constexpr std::int32_t kMostListedRanks = 65'536;
 
 template <typename Enum>
 std::vector<std::string> names_of(int last) {
@@ -69,21 +75,67 @@ Request request_of(Op op, std::int32_t world, std::uint64_t elements) {
     // All pairs alike: what two ranks exchange must be equal at both ends.
     request.blocks.assign(static_cast<std::size_t>(world), elements / static_cast<std::uint64_t>(world));
     request.send_blocks = request.blocks;
+    request.even = true;
     return request;
   }
   for (std::int32_t rank = 0; rank < world; ++rank) request.blocks.push_back(shard_of(elements, world, rank).count);
   return request;
 }
 
+std::vector<std::vector<std::int32_t>> consecutive(std::int32_t world, std::int64_t size) {
+  std::vector<std::vector<std::int32_t>> groups;
+  for (std::int32_t rank = 0; rank < world; ++rank) {
+    if (rank % size == 0) groups.emplace_back();
+    groups.back().push_back(rank);
+  }
+  return groups;
+}
+
+// Hosts and sites as the model has them. Null where that takes lists above their bound.
+std::shared_ptr<const Hierarchy> hierarchy_of(std::int32_t world, const LinkModel& model) {
+  const std::int64_t host = std::min(model.ranks_per_host, world);
+  const std::int64_t site = std::min<std::int64_t>(host * model.hosts_per_site, world);
+  if (world % site == 0 && site % host == 0) {
+    std::vector<std::int32_t> sizes;
+    for (const std::int64_t size : {host, site / host, world / site}) {
+      if (size > 1) sizes.push_back(static_cast<std::int32_t>(size));
+    }
+    return std::make_shared<const Hierarchy>(Hierarchy::uniform(sizes));
+  }
+  if (world > kMostListedRanks) return nullptr;
+  return std::make_shared<const Hierarchy>(
+      Hierarchy::of_groups(world, {consecutive(world, host), consecutive(world, site)}));
+}
+
+// "8x125x10, at most 32: groups of 8, 25, 5, 10".
+std::string text_of(const Hierarchy& hierarchy) {
+  if (hierarchy.depth() == 0) return "";
+  std::string text = hierarchy.text() + ": groups of ";
+  for (std::size_t level = 0; level < hierarchy.depth(); ++level) {
+    const Partition& groups = hierarchy.level(level);
+    text += (level == 0 ? "" : ", ") + std::to_string(groups.smallest());
+    if (groups.largest() > groups.smallest()) text += "-" + std::to_string(groups.largest());
+  }
+  return text;
+}
+
+std::string uneven_text(std::int32_t world) {
+  return std::to_string(world) +
+         " ranks do not fill their hosts and sites evenly: such levels are planned for at most " +
+         std::to_string(kMostListedRanks) + " ranks";
+}
+
 struct Tried {
   std::string algorithm;
   std::optional<Prediction> prediction;
   std::string refused;  // why there is none
+  std::string levels;   // of hierarchical
 };
 
 Tried try_one(Request request, Algorithm algorithm, std::size_t element_bytes, const LinkModel& model) {
-  Tried tried{std::string(name_of(algorithm)), {}, {}};
+  Tried tried{std::string(name_of(algorithm)), {}, {}, {}};
   request.algorithm = algorithm;
+  if (algorithm == Algorithm::hierarchical) tried.levels = text_of(*request.hierarchy);
   try {
     tried.prediction = predict(request, element_bytes, model);
   } catch (const std::invalid_argument& error) {
@@ -106,6 +158,7 @@ py::dict to_dict(const Tried& tried, std::size_t chunk_bytes) {
   found["bytes_per_rank"] = one.bytes;
   found["fan_out"] = one.fan_out;
   found["depth"] = one.depth;
+  found["levels"] = tried.levels;
   found["method"] = std::string(name_of(one.method));
   found["simulated_ranks"] = one.simulated_ranks;
   found["simulated_chunk_bytes"] = std::max(one.chunk_bytes, chunk_bytes);
@@ -126,11 +179,16 @@ std::vector<py::dict> plan(const std::string& op_name, std::uint64_t bytes, std:
   std::vector<Tried> tried;
   {
     const py::gil_scoped_release release;
-    const Request request = request_of(op, world, bytes / element_bytes);
+    Request request = request_of(op, world, bytes / element_bytes);
+    request.hierarchy = hierarchy_of(world, model);
     const std::vector<std::string> names =
         algorithm == "auto" ? names_of<Algorithm>(63) : std::vector<std::string>{algorithm};
     for (const std::string& name : names) {
       const auto wanted = find<Algorithm>(name, "algorithm");
+      if (wanted == Algorithm::hierarchical && !request.hierarchy) {
+        tried.push_back({name, {}, uneven_text(world), {}});
+        continue;
+      }
       // An operation with one way only ignores what is asked: it is tried under its own name.
       const Algorithm used = choose_algorithm(request, element_bytes, wanted);
       if (used != wanted && algorithm == "auto") continue;

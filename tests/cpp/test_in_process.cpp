@@ -1103,8 +1103,10 @@ TEST_CASE("group: a group that is dropped without a word goes away, whatever is 
   for (unsigned round = 0; round < (kSanitized ? 20U : 200U); ++round) {
     auto ends = transport::make_in_process(3);
     std::vector<std::shared_ptr<Group>> groups;
-    for (auto& end : ends)
-      groups.push_back(Group::make(std::move(end), GroupOptions{.name = "test", .chunk_bytes = 256, .algorithm = {}}));
+    GroupOptions options;
+    options.name = "test";
+    options.chunk_bytes = 256;
+    for (auto& end : ends) groups.push_back(Group::make(std::move(end), options));
     std::vector<std::weak_ptr<Group>> weak(groups.begin(), groups.end());
     std::vector<Job> jobs;
     for (int i = 0; i < 5; ++i) {

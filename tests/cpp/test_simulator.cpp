@@ -4,8 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
+#include "collective/hierarchy.hpp"
 #include "collective/simulator.hpp"
 #include "support.hpp"
 
@@ -190,6 +193,26 @@ TEST_CASE("a host for each kind of host: the last of a kind is the last to be se
   const Cast cast = kinds(ring, model, false);
   CHECK(cast.players.size() == 4);
   CHECK(simulate(cast, 1, model).seconds == doctest::Approx(all_of(ring, model).seconds));
+}
+
+TEST_CASE("a sample of a world of levels is near everyone") {
+  LinkModel model = flat({.latency = 0.01, .bandwidth = kMega, .message_cost = 1e-4, .byte_cost = 1e-7});
+  model.chunk_bytes = 4000;
+  for (const std::vector<std::int32_t>& sizes : {std::vector<std::int32_t>{1000}, {1023}, {8, 5, 25}}) {
+    Request request = request_of(Op::all_reduce, Algorithm::hierarchical, 1, 0);
+    request.hierarchy = std::make_shared<const Hierarchy>(Hierarchy::uniform(sizes));
+    request.world = request.hierarchy->world();
+    request.count = 100 * static_cast<std::uint64_t>(request.world);
+    const Simulation everyone = all_of(request, model);
+    const Kinds found = kinds_of(request, model, 200);
+    const Cast cast = cast_kinds(request, model, found, true);
+    CHECK(cast.players.size() <= 200);
+    const Simulation sample = simulate(cast, 1, model);
+    MESSAGE(cast.players.size(), " ", sample.seconds / everyone.seconds);
+    CHECK(sample.seconds == doctest::Approx(everyone.seconds).epsilon(0.1));
+    CHECK(sample.depth == everyone.depth);
+    CHECK(sample.fan_out == everyone.fan_out);
+  }
 }
 
 TEST_CASE("too much is refused with the bound") {

@@ -58,6 +58,35 @@ def test_levels_have_links_of_their_own():
         assert found.predicted_seconds == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("places", "levels"),
+    [
+        ({"world": 24, "ranks_per_host": 4, "hosts_per_site": 3}, "4x3x2, at most 32: groups of 4, 3, 2"),
+        ({"world": 24, "ranks_per_host": 100}, "24, at most 32: groups of 24"),
+        ({"world": 40}, "40, at most 32: groups of 20, 2"),
+        ({"world": 10, "ranks_per_host": 4}, r"groups 3/3/1 #\d+, at most 32: groups of 2-4, 3"),
+        ({"world": 1}, ""),
+    ],
+)
+def test_hierarchical_follows_hosts_and_sites(places, levels):
+    found = plan(bytes=MEBI, algorithm="hierarchical", **places)
+    assert found.algorithm == "hierarchical"
+    assert re.fullmatch(levels, found.levels)
+
+
+def test_slow_links_between_hosts_make_auto_hierarchical():
+    found = plan(bytes=4 * MEBI, world=16, ranks_per_host=4)
+    assert found.algorithm == "hierarchical"
+    assert found.predicted_seconds < 0.6 * found.alternatives["ring"]
+    assert plan(bytes=4 * MEBI, world=16, ranks_per_host=4, algorithm="ring").levels == ""
+
+
+def test_equal_blocks_of_all_to_all_can_go_by_bruck():
+    found = plan("all_to_all", bytes=64 * 4, world=64, wan=Link(latency=20e-6, bandwidth=1.25e9))
+    assert found.algorithm == "bruck"
+    assert found.depth == 6
+
+
 def test_jitter_is_the_same_for_the_same_seed():
     link = dataclasses.replace(EXACT, jitter=0.01)
     times = [plan(bytes=MEBI, world=5, wan=link, algorithm="ring", seed=seed).predicted_seconds for seed in (1, 1, 2)]
@@ -76,7 +105,7 @@ def test_every_collective_has_a_plan(op, world):
     ("arguments", "text"),
     [
         ({"op": "all_redduce"}, "unknown collective 'all_redduce'; known: all_reduce, "),
-        ({"algorithm": "torus"}, "unknown algorithm 'torus'; known: ring, direct"),
+        ({"algorithm": "torus"}, f"unknown algorithm 'torus'; known: {', '.join(core_module().algorithms())}"),
         ({"dtype": "float33"}, "unknown dtype 'float33'; known: bool, "),
         ({"world": 0}, "world 0 is out of range"),
         ({"bytes": -1}, "bytes -1 is out of range"),
@@ -87,6 +116,10 @@ def test_every_collective_has_a_plan(op, world):
         (
             {"world": 10_000, "ranks_per_host": 8, "hosts_per_site": 125, "algorithm": "ring"},
             "more than 16000000 steps",
+        ),
+        (
+            {"world": 100_001, "ranks_per_host": 8, "algorithm": "hierarchical"},
+            "100001 ranks do not fill their hosts and sites evenly: such levels are planned for at most 65536 ranks",
         ),
     ],
 )
@@ -114,16 +147,35 @@ def topology(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_topology_prints_what_plan_says():
-    found = plan(bytes=4 * MEBI, world=32, ranks_per_host=4, wan=Link(latency=0.05, bandwidth=125e6))
-    options = ["--bytes", "4Mi", "--ranks-per-host", "4", "--bandwidth", "1Gbit", "--latency", "50ms"]
+@pytest.mark.parametrize("algorithm", ["auto", "hierarchical"])
+def test_topology_prints_what_plan_says(algorithm):
+    wan = Link(latency=0.05, bandwidth=125e6)
+    found = plan(bytes=4 * MEBI, world=32, ranks_per_host=4, wan=wan, algorithm=algorithm)
+    options = [
+        "--bytes",
+        "4Mi",
+        "--ranks-per-host",
+        "4",
+        "--bandwidth",
+        "1Gbit",
+        "--latency",
+        "50ms",
+        "--algorithm",
+        algorithm,
+    ]
     done = topology("32", *options, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == dataclasses.asdict(found)
     text = topology("32", *options).stdout
     assert text.startswith("all_reduce of 4194304 bytes, 32 ranks\n")
-    for line in (f"algorithm +{found.algorithm}", f"depth +{found.depth} ", f"fan-out +{found.fan_out} "):
+    for line in (
+        f"algorithm +{found.algorithm}\n",
+        f"depth +{found.depth} ",
+        f"fan-out +{found.fan_out} ",
+    ):
         assert re.search(line, text), text
+    assert ("\n  levels " in text) == (found.algorithm == "hierarchical")
+    assert found.levels in text
 
 
 @pytest.mark.parametrize(
@@ -148,37 +200,51 @@ def test_topology_refuses_in_one_sentence(arguments, text):
 
 
 # ---- what it costs: the issue's limits are 60 s and 2 GiB ----
+#
+# Seconds are those of the processor: a plan is one thread that waits for nothing, and other processes' load is not its.
 
 COST = textwrap.dedent("""
-    import json, resource, sys, time
+    import json, resource, sys
     import torch_iroh
-    begun = time.monotonic()
     found = torch_iroh.plan(**json.loads(sys.argv[1]))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps([time.monotonic() - begun, peak * 1024, found.method, found.simulated_ranks]))
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    seconds = used.ru_utime + used.ru_stime
+    print(json.dumps([seconds, used.ru_maxrss * 1024, found.algorithm, found.method, found.simulated_ranks]))
 """)
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("arguments", "method", "ranks"),
+    ("arguments", "algorithm", "method", "ranks"),
     [
         # All ranks, chunks and all: a chain of 10,000.
-        ({"op": "broadcast", "algorithm": "ring", "world": 10_000}, "everyone", 10_000),
-        ({"op": "all_reduce", "world": 10_000}, "period", 1),
-        ({"op": "all_reduce", "world": 10_000, "ranks_per_host": 8}, "period", 8),
-        ({"op": "all_reduce", "world": 1_000_000}, "period", 1),
-        ({"op": "barrier", "world": 1_000_000}, "period", 1),
-        ({"op": "broadcast", "algorithm": "direct", "world": 1_000_000, "bytes": MEBI}, "everyone", 1_000_000),
+        ({"op": "broadcast", "algorithm": "ring", "world": 10_000}, "ring", "everyone", 10_000),
+        ({"algorithm": "hierarchical", "world": 10_000}, "hierarchical", "everyone", 10_000),
+        (
+            {"bytes": 4 * MEBI, "world": 10_000, "ranks_per_host": 8, "hosts_per_site": 125},
+            "hierarchical",
+            "everyone",
+            10_000,
+        ),
+        ({"algorithm": "ring", "world": 1_000_000}, "ring", "period", 1),
+        ({"algorithm": "hierarchical", "world": 1_000_000}, "hierarchical", "kinds", None),
+        (
+            {"op": "broadcast", "algorithm": "direct", "world": 1_000_000, "bytes": MEBI},
+            "direct",
+            "everyone",
+            1_000_000,
+        ),
     ],
 )
-def test_large_worlds_are_planned_within_time_and_memory(arguments, method, ranks):
+def test_large_worlds_are_planned_within_time_and_memory(arguments, algorithm, method, ranks):
     arguments = {"bytes": 64 * MEBI, **arguments}
     done = subprocess.run(
-        [sys.executable, "-c", COST, json.dumps(arguments)], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", COST, json.dumps(arguments)], capture_output=True, text=True, timeout=290, check=False
     )
     assert done.returncode == 0, done.stderr
-    seconds, peak, found_method, simulated = json.loads(done.stdout)
-    assert (found_method, simulated) == (method, ranks)
+    seconds, peak, *found, simulated = json.loads(done.stdout)
+    assert found == [algorithm, method]
+    assert simulated == ranks or (ranks is None and 1 < simulated < arguments["world"] / 10)
     assert seconds < 60
     assert peak < 2 << 30
 
