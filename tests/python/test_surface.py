@@ -216,6 +216,22 @@ def test_result_futures_tell_success_and_time_out(run, store):
     assert "TIMEOUT" in found[0][2]
 
 
+def timeouts_of_work(rank: int, world: int, store: str) -> list[timedelta]:
+    join(rank, world, store)
+    soon = dist.BarrierOptions()
+    soon.timeout = timedelta(seconds=20)
+    works = [dist.all_reduce(torch.ones(3), async_op=True), own_backend().barrier(soon)]
+    for work in works:
+        work.wait()
+    dist.destroy_process_group()
+    return [work.timeout for work in works]
+
+
+@pytest.mark.skipif(not hasattr(dist.Work, "timeout"), reason="torch 2.13 does not ask")
+def test_work_tells_its_timeout(run, store):
+    assert run(2, timeouts_of_work, 2, store) == [[timedelta(seconds=30), timedelta(seconds=20)]] * 2
+
+
 def rooted(options: Any, root: int) -> Any:
     options.rootRank = root
     return options
