@@ -21,8 +21,8 @@ def monitored_barrier(
 ) -> None:
     """Wait until all ranks of a group of backend "iroh" are here, or say on rank 0 which ones are not.
 
-    ``torch.distributed.monitored_barrier`` takes groups of gloo only; this is the same for "iroh". A barrier that fails
-    does not break the group. Ranks that are not in the group return at once.
+    ``torch.distributed.monitored_barrier`` of torch 2.13 takes groups of gloo only; this is the same for "iroh".
+    A barrier that fails does not break the group. Ranks that are not in the group return at once.
 
     Args:
         group: default: the default group.

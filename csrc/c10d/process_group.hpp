@@ -32,7 +32,10 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   ~ProcessGroupIroh() override;
 
   const std::string getBackendName() const override { return "iroh"; }
-  c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override { return options_; }
+  // A copy: to split or merge, torch writes the new group's name and timeout into what it gets here.
+  c10::intrusive_ptr<::c10d::Backend::Options> getBackendOptions() override {
+    return c10::make_intrusive<IrohOptions>(*options_);
+  }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
   std::uint64_t getSequenceNumberForGroup() override;
   void setSequenceNumberForGroup() override {}  // every group counts from zero

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include <ATen/core/ivalue.h>
+#include <torch/version.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "base/error.hpp"
@@ -54,6 +55,9 @@ class IrohWork final : public ::c10d::Work {
   std::vector<at::Tensor> result() override;
   int sourceRank() const override;
   std::uint64_t getSequencenumber() const override { return description_.sequence; }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14  // 2.13 does not ask
+  std::chrono::milliseconds getTimeout() const override { return description_.timeout; }
+#endif
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return result_; }
 

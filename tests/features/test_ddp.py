@@ -107,7 +107,9 @@ def hook_refused(rank: int, world: int, kind: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["BF16_COMPRESS", "QUANTIZE_PER_CHANNEL"])
 def test_hook_that_torch_ties_to_cuda_is_refused_as_on_gloo(both, kind):
-    assert both(2, hook_refused, kind) != [["nothing"]] * 2
+    taken = both(2, hook_refused, kind) == [["nothing"]] * 2
+    # torch asks what it was built for: one for CUDA takes bf16 on CPU tensors as well.
+    assert taken == (kind == "BF16_COMPRESS" and torch.version.cuda is not None)
 
 
 def callback_that_waits(rank: int, world: int) -> torch.Tensor:

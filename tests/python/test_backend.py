@@ -157,6 +157,16 @@ def test_torch_without_autoload_and_without_the_import_does_not_know_it():
     assert "iroh" in python(code, environment={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"})
 
 
+@pytest.mark.skipif(not hasattr(dist.Backend, "_ensure_backend_registered"), reason="torch 2.13 has no second group")
+def test_torch_without_autoload_asks_the_second_entry_point_when_a_group_is_made():
+    code = """
+    import sys
+    import torch, torch.distributed as dist
+    assert [name for name in sys.modules if name.startswith("torch_iroh")] == []
+    """
+    assert python(code + ALONE, environment={"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}) == "worked\n"
+
+
 PROGRAM = r"""
 import os
 import sys

@@ -257,7 +257,7 @@ def test_program_run_inside_a_worker_of_run_path_is_mapped(tmp_path):
     assert one["names"]["world"] == IROH
 
 
-def test_monitored_barrier_is_open_to_iroh_and_still_closed_to_others(tmp_path):
+def test_monitored_barrier_is_open_to_iroh_and_for_others_as_torch_has_it(tmp_path):
     program = """
         import torch.testing._internal.distributed.fake_pg
         dist.init_process_group("nccl")
@@ -276,18 +276,15 @@ def test_monitored_barrier_is_open_to_iroh_and_still_closed_to_others(tmp_path):
         fake = dist.new_group(backend="fake")
         try:
             dist.monitored_barrier(fake)
-        except ValueError as error:
+        except (ValueError, Asked) as error:
             seen.append(str(error))
         answer(seen=seen)
         dist.destroy_process_group()
     """
     (one,), _ = answers(tmp_path, program)
-    assert one["seen"] == [
-        "1800.0 False",
-        "2.5 False",
-        "1800.0 True",
-        "monitored_barrier is only implemented for GLOO backend.",
-    ]
+    assert one["seen"][:3] == ["1800.0 False", "2.5 False", "1800.0 True"]
+    # torch 2.14 opens it to every group with a CPU backend.
+    assert one["seen"][3:] in (["monitored_barrier is only implemented for GLOO backend."], ["1800.0 False"])
 
 
 def test_calls_that_detail_debugging_compares_are_compared_over_iroh(tmp_path):

@@ -142,17 +142,19 @@ def test_monitored_barrier_of_a_subgroup_of_another_backend_and_without_time(run
 
 def split_groups(rank: int, world: int, store: str) -> dict[str, Any]:
     join(rank, world, store)
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"name before": own_backend().options.group_name}
     mine = [one for one in range(world) if one % 2 == rank % 2]
-    part = dist.group.WORLD.split_group(mine, group_name=f"half{rank % 2}", timeout=timedelta(seconds=30))
+    part = dist.group.WORLD.split_group(mine, group_name=f"half{rank % 2}", timeout=timedelta(seconds=25))
     total = torch.tensor([float(rank)])
     part.allreduce([total]).wait()
     found["half"] = (part.rank(), part.size(), total.item())
+    found["timeouts"] = (own_backend().options._timeout, part._get_backend(torch.device("cpu")).options._timeout)
     nobody = dist.group.WORLD.split_group([0], group_name="zero")
     found["outside"] = nobody is None
     found["supports"] = own_backend().supports_splitting
     own_backend().perform_nocolor_split(torch.device("cpu"))
     found["options"] = type(own_backend().options).__name__
+    found["name"] = own_backend().options.group_name
     dist.barrier()
     part.shutdown()
     dist.destroy_process_group()
@@ -166,6 +168,9 @@ def test_split_makes_groups_that_sum_on_their_own(run, store, world):
         assert found["half"] == (mine.index(rank), len(mine), float(sum(mine)))
         assert found["outside"] == (rank != 0)
         assert found["supports"] and found["options"] == "Options"
+        # The group that was split keeps its own, 30 s from join().
+        assert found["timeouts"] == (timedelta(seconds=30), timedelta(seconds=25))
+        assert found["name"] == found["name before"]
 
 
 def merge_groups(rank: int, world: int, store: str) -> tuple[int, float]:
@@ -209,6 +214,22 @@ def test_result_futures_tell_success_and_time_out(run, store):
     found = run(2, result_futures, 2, store)
     assert found[0][:2] == (0, 1)
     assert "TIMEOUT" in found[0][2]
+
+
+def timeouts_of_work(rank: int, world: int, store: str) -> list[timedelta]:
+    join(rank, world, store)
+    soon = dist.BarrierOptions()
+    soon.timeout = timedelta(seconds=20)
+    works = [dist.all_reduce(torch.ones(3), async_op=True), own_backend().barrier(soon)]
+    for work in works:
+        work.wait()
+    dist.destroy_process_group()
+    return [work.timeout for work in works]
+
+
+@pytest.mark.skipif(not hasattr(dist.Work, "timeout"), reason="torch 2.13 does not ask")
+def test_work_tells_its_timeout(run, store):
+    assert run(2, timeouts_of_work, 2, store) == [[timedelta(seconds=30), timedelta(seconds=20)]] * 2
 
 
 def rooted(options: Any, root: int) -> Any:
