@@ -200,6 +200,7 @@ WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds 
   IrohWork::Description& description = operation.description;
   description.timeout = timeout_or_default(timeout);
   description.give_up = breaks_group();
+  description.waited_for = waited_for;
   std::vector<std::function<void()>> afters;
   for (Operation::Part& part : operation.parts) {
     if (part.after) afters.push_back(std::move(part.after));
@@ -230,7 +231,10 @@ WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds 
     part.call.timeout = limit;
     part.call.held = held;
     part.call.drives = waited_for;
-    part.call.work.keep = released_with_futures(std::move(part.call.work.keep));
+    // A caller that does the work itself holds the tensors until it is done; nobody else keeps them longer.
+    if (!waited_for || !target.shares_memory()) {
+      part.call.work.keep = released_with_futures(std::move(part.call.work.keep));
+    }
     part.call.done = [work, joint](const Error* error) mutable {
       if (error != nullptr) {
         const std::lock_guard lock(joint->mutex);

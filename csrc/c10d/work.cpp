@@ -55,7 +55,14 @@ void IrohWork::finish(c10::intrusive_ptr<IrohWork> work, const Error* error, int
   }
   const std::exception_ptr failed = error == nullptr ? nullptr : to_torch(*error);
   const auto end = [](c10::intrusive_ptr<IrohWork> done, const std::exception_ptr& outcome) {
+    bool unasked = false;
+    {
+      const std::lock_guard lock(done->futures_mutex_);
+      unasked = done->description_.waited_for && !done->futures_wanted_;
+      if (unasked) done->unasked_ = outcome;
+    }
     done->Work::finish(outcome);
+    if (unasked) return;
     completions().post([done = std::move(done), outcome] { done->complete_futures(outcome); });
   };
   if (failed || !work->description_.after) return end(std::move(work), failed);
@@ -93,6 +100,26 @@ void IrohWork::complete_futures(const std::exception_ptr& failed) {
   result_->markCompleted(c10::IValue(static_cast<std::int64_t>(outcome_)));
   description_.after = nullptr;
   description_.inputs.clear();
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> IrohWork::getFuture() {
+  want_futures();
+  return future_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> IrohWork::getFutureResult() {
+  want_futures();
+  return result_;
+}
+
+void IrohWork::want_futures() {
+  std::optional<std::exception_ptr> outcome;
+  {
+    const std::lock_guard lock(futures_mutex_);
+    futures_wanted_ = true;
+    outcome.swap(unasked_);
+  }
+  if (outcome) complete_futures(*outcome);
 }
 
 bool IrohWork::wait(std::chrono::milliseconds timeout) {

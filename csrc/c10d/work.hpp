@@ -4,6 +4,8 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -40,6 +42,7 @@ class IrohWork final : public ::c10d::Work {
     std::function<void()> after;                      // copies flat memory back before anyone sees the result
     std::function<void(const std::string&)> give_up;  // breaks the group
     std::function<void()> on_wait;                    // the caller is about to block for it
+    bool waited_for = false;                          // by its caller, before anything else is done with it
   };
 
   IrohWork(int rank, Description description);
@@ -58,18 +61,23 @@ class IrohWork final : public ::c10d::Work {
 #if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14  // 2.13 does not ask
   std::chrono::milliseconds getTimeout() const override { return description_.timeout; }
 #endif
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override { return result_; }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
 
  private:
   std::exception_ptr copy_back();
   void complete_futures(const std::exception_ptr& failed);
+  void want_futures();
 
   Description description_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   c10::intrusive_ptr<c10::ivalue::Future> result_;  // a WorkResult; never an error
   ::c10d::WorkResult outcome_ = ::c10d::WorkResult::SUCCESS;
   int source_ = -1;
+  // Most callers that wait never ask for a future, and completing one costs them another thread's turn.
+  std::mutex futures_mutex_;
+  bool futures_wanted_ = false;
+  std::optional<std::exception_ptr> unasked_;  // the outcome, when it came before anyone asked
 };
 
 }  // namespace torch_iroh::c10d_backend

@@ -55,6 +55,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
 
   int rank() const { return rank_; }
   int world() const { return world_; }
+  bool shares_memory() const { return host_ != nullptr; }  // among all ranks
 
   // Thread-safe; return at once, unless the caller drives. The number of the operation among the group's collectives is
   // returned.

@@ -17,7 +17,7 @@ using transport::HostTeam;
 constexpr std::uint64_t kShown = 1, kReduced = 2, kDone = 3;
 
 // Up to here a copy into shared memory costs less than the moment that reading directly needs to be over.
-constexpr std::size_t kMostShownBytes = 64 << 10;
+constexpr std::size_t kMostShownBytes = 512 << 10;
 // Up to here adding everything up everywhere costs less than waiting for each other twice.
 constexpr std::size_t kMostRedundantBytes = 32 << 10;
 // Read from another process at once: fits the cache beside what it is added to, and pays for the system call.
