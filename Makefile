@@ -2,8 +2,8 @@
 #
 #   make demo  [ARGS="--steps 50"] [NPROC=2]   fine-tunes a small model on NPROC processes
 #   make test  [PYTEST="-k store"]             C++ unit tests (plain, ASan + UBSan, TSan), then pytest
-#   make test-peer                             PyTorch's own distributed_test on iroh, with 3 and with 4 ranks
-#   make test-frameworks                       only Lightning, Hugging Face, Ignite, DeepSpeed: pip installs them first
+#   make test-peer                             PyTorch's own distributed_test on iroh, with 3 and with 4 ranks, then:
+#   make test-frameworks                       Lightning, Hugging Face, Ignite, DeepSpeed: pip installs them first
 #   make bench [ARGS=...]                      our figures beside those of gloo and of the raw link
 #   make native                                compiles what changed (`make unit`: and runs the C++ unit tests)
 #   make lint | format | clean | distclean
@@ -45,6 +45,7 @@ test: $(VENV)/installed-demo $(VENV)/installed-test native unit unit-sanitized
 # `make test` has it with 3 ranks only.
 test-peer: $(VENV)/installed-test native
 	PEER_WORLDS="3 4" $(bin)/python -m pytest tests/peer $(PYTEST)
+	$(MAKE) test-frameworks
 
 # Apart, because it installs 340 MB and takes 5 to 9 minutes on two cores, most of them imports.
 test-frameworks: $(VENV)/installed-demo $(VENV)/installed-test native
