@@ -220,7 +220,7 @@ void HostQueue::look_at_processes(const std::vector<int>& ranks, TimePoint now) 
 
 std::string HostQueue::waiting_text() {
   const std::unique_lock lock(drive_mutex_, std::try_to_lock);
-  return lock && current_ ? still_waiting() : "";
+  return lock && current_ && current_->run ? still_waiting() : "";
 }
 
 std::string HostQueue::still_waiting() const {
