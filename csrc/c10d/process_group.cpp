@@ -44,16 +44,17 @@ std::function<void()>& network_opener() {
   return opener;
 }
 
-// None where the world is flat: one host, or one rank on every host and no sites.
+// None where the world is flat (one host, or one rank on every host and no sites), unless somebody asks for levels:
+// then they are those of its bounded fan-out.
 std::shared_ptr<const collective::Hierarchy> hierarchy_of(
-    int world, const std::vector<std::vector<std::vector<std::int32_t>>>& levels) {
+    int world, const std::vector<std::vector<std::vector<std::int32_t>>>& levels, bool asked) {
   std::vector<std::vector<std::vector<std::int32_t>>> telling;
   for (const auto& groups : levels) {
     const auto size = static_cast<int>(groups.size());
     if (size == 1 || size == world || (!telling.empty() && telling.back().size() == groups.size())) continue;
     telling.push_back(groups);
   }
-  if (telling.empty()) return nullptr;
+  if (telling.empty() && !asked) return nullptr;
   return std::make_shared<const collective::Hierarchy>(collective::Hierarchy::of_groups(world, telling));
 }
 
@@ -79,7 +80,8 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   request.site = options.resolved_site();
   auto joined = transport::join_group(adapter, link::Node::shared(node_options), request);
   group_options.chunk_bytes = joined.chunk_bytes;
-  group_options.hierarchy = hierarchy_of(size, joined.levels);
+  group_options.hierarchy =
+      hierarchy_of(size, joined.levels, group_options.algorithm == collective::Algorithm::hierarchical);
   group_options.peer_timeout = node_options.link.peer_timeout;
   auto group = collective::Group::make(std::move(joined.transport), group_options, std::move(joined.team));
   if (eager) group->connect_all();

@@ -18,7 +18,7 @@ from test_collectives import (
     wide,
 )
 
-ALGORITHMS = ["ring_bidirectional", "tree", "butterfly", "bruck"]
+ALGORITHMS = ["ring_bidirectional", "tree", "butterfly", "bruck", "hierarchical"]
 CHUNK = 1024  # bytes: a thousand elements are several chunks
 
 

@@ -42,7 +42,7 @@ ROADS = {
     "buffered": {"shared_memory": "buffered"},
     **{
         name: {"algorithm": name, "chunk_bytes": 4096}
-        for name in ("ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck")
+        for name in ("ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck", "hierarchical")
     },
 }
 OPERATIONS = ["all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all"]
