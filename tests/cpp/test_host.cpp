@@ -61,6 +61,7 @@ class World {
   }
   ~World() {
     for (auto& queue : queues_) queue->fail(Error(ErrorKind::aborted, "the test is over"), "");
+    for (auto& queue : queues_) queue->close();
   }
 
   int size() const { return static_cast<int>(queues_.size()); }
@@ -320,6 +321,7 @@ TEST_CASE("host: an all_to_all whose amounts do not meet names the two ranks") {
     push(ranks[rank], parts[static_cast<std::size_t>(rank)], 0);
     ranks[rank].attend();
   }
+  REQUIRE(parts[0].outcome->wait());  // it hears of it
   const std::string text = text_of(*parts[1].outcome);
   CHECK(contains(text, "rank 0 sends"));
   CHECK(contains(text, "to rank 1, which expects"));
