@@ -212,7 +212,7 @@ std::uint64_t most_shown_elements(const Request& request) {
 }
 
 HostCut cut_for_direct(const HostCut& for_windows) {
-  return {for_windows.step, 1, true, false};
+  return {for_windows.step, 1, true, for_windows.redundant};
 }
 
 HostRound plan_round(const Request& request, const HostCut& cut, std::uint64_t round) {

@@ -56,7 +56,7 @@ struct HostRound {
 struct HostCut {
   std::uint64_t step = 0;  // elements of every range that a window holds
   std::uint64_t rounds = 1;
-  bool whole = false;  // one round of whole ranges, whatever a window holds: for direct
+  bool whole = false;  // one round of whole ranges, whatever a window holds: where ranks may show directly
   // Every rank reduces the whole by itself: one moment to wait for instead of two. all_reduce only.
   bool redundant = false;
 };
@@ -66,6 +66,7 @@ struct HostCut {
 HostCut cut_for_windows(const Request& request, std::uint64_t window_elements, std::uint64_t most_redundant_elements);
 // What one rank shows at most.
 std::uint64_t most_shown_elements(const Request& request);
+// A rank whose own bytes fit into its window may take more than that from one that shows directly.
 HostCut cut_for_direct(const HostCut& for_windows);
 
 // Round `round` of this rank. Throws std::invalid_argument as make_schedule does.

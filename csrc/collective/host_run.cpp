@@ -38,9 +38,9 @@ HostRun::HostRun(HostTeam& team, const Request& request, const Work& work, std::
       element_(size_of(work.dtype)),
       place_(std::move(place)),
       cut_(cut_for_windows(request, HostTeam::kWindowBytes / element_, kMostRedundantBytes / element_)) {
-  if (team.direct() && shown_bytes(request, cut_, element_) > kMostShownBytes) {
+  if (team.direct()) {
+    direct_ = shown_bytes(request, cut_, element_) > kMostShownBytes;
     cut_ = cut_for_direct(cut_);
-    direct_ = true;
   }
   rounds_ = cut_.rounds;
   if (work_.reduce == ReduceOp::premul_sum && reduces(request.op)) {

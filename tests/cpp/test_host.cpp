@@ -233,6 +233,32 @@ TEST_CASE("host: every operation equals its reference, by one thread for all ran
   }
 }
 
+TEST_CASE("host: a rank that shows little in its window takes much from one that shows directly, and the other way") {
+  constexpr std::uint64_t kMuch = 400'000;
+  World ranks(2);
+  std::uint64_t sequence = 0;
+  for (const int generous : {0, 1}) {
+    std::vector<Part> parts(2);
+    for (int rank = 0; rank < 2; ++rank) {
+      Part& part = parts[static_cast<std::size_t>(rank)];
+      part = make_part(Op::all_to_all, rank, 2, 0, 0);
+      const auto peer = static_cast<std::size_t>(1 - rank);
+      part.call.request.send_blocks[peer] = rank == generous ? kMuch : 5;
+      part.call.request.blocks[peer] = rank == generous ? 5 : kMuch;
+      for (std::uint64_t i = 0; i < part.call.request.send_blocks[peer]; ++i) part.input.push_back(value(rank, i));
+      for (std::uint64_t i = 0; i < part.call.request.blocks[peer]; ++i) part.expected.push_back(value(1 - rank, i));
+      part.output.assign(part.expected.size(), -1);
+    }
+    const auto before = parts;
+    for (int rank = 0; rank < 2; ++rank) {
+      push(ranks[rank], parts[static_cast<std::size_t>(rank)], sequence);
+      ranks[rank].attend();
+    }
+    for (std::size_t i = 0; i < 2; ++i) check(parts[i], before[i].input, "rank " + std::to_string(i));
+    ++sequence;
+  }
+}
+
 TEST_CASE("host: callers that drive their own operations, many in flight") {
   for (const bool direct : {true, false}) {
     constexpr int kWorld = 3;
