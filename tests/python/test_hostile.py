@@ -86,7 +86,7 @@ def read_entry(raw: bytes) -> Entry:
     def text() -> str:
         return take(struct.unpack("<H", take(2))[0]).decode()
 
-    assert take(4) == b"TIR1"
+    assert take(4) == b"TIR2"
     _, _, chunk_bytes = struct.unpack("<BBI", take(6))
     text(), text()
     endpoint_id = take(32).hex()
@@ -585,7 +585,7 @@ def record_of(
     wire: tuple[int, int] = (1, 1),
 ) -> bytes:
     own = [one.encode() for one in endpoint.addresses()] if addresses is None else addresses
-    parts = [b"TIR1", struct.pack("<BBI", *wire, chunk_bytes)]
+    parts = [b"TIR2", struct.pack("<BBI", *wire, chunk_bytes)]
     for text in (members, b"host"):
         parts += [struct.pack("<H", len(text)), text]
     parts += [
@@ -595,7 +595,9 @@ def record_of(
     ]
     for one in own:
         parts += [struct.pack("<H", len(one)), one]
-    return b"".join(parts)
+    no_site_no_host = b"\0\0" * 2
+    shares_no_memory = struct.pack("<iiQiQ", 0, -1, 0, -1, 0)
+    return b"".join([*parts, no_site_no_host, shares_no_memory])
 
 
 RECORDS: dict[str, tuple[Callable[[Any, Entry], bytes], str]] = {
