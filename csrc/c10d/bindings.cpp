@@ -83,7 +83,7 @@ PYBIND11_MODULE(_C, module) {
   py::module_::import("torch._C._distributed_c10d");  // registers the base classes
   module.attr("built_for_torch") = TORCH_IROH_BUILT_FOR_TORCH;
 
-  py::register_exception_translator([](std::exception_ptr pointer) {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const Error& error) {

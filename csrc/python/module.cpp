@@ -9,7 +9,7 @@ namespace py = pybind11;
 namespace torch_iroh::python {
 
 PYBIND11_MODULE(_core, module) {
-  py::register_exception_translator([](std::exception_ptr pointer) {
+  py::register_local_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
     } catch (const Error& error) {
