@@ -61,6 +61,12 @@ class RoundMaker {
   void take(Shown from, Slice to) {
     if (to.count > 0) made_.takes.push_back({from, to});
   }
+  // This round's part of a rank's block, where the blocks of all ranks lie.
+  Slice part_in(Buffer buffer, const std::vector<Range>& ranges, std::int32_t rank) const {
+    const Range block = ranges[static_cast<std::size_t>(rank)];
+    const Range part = part_of(block.count, cut_, number_);
+    return {buffer, block.offset + part.offset, part.count};
+  }
   std::uint64_t place(std::int32_t rank) const { return static_cast<std::uint64_t>(rank) * cut_.step; }
 
   void reduce_everywhere() {
@@ -124,11 +130,7 @@ class RoundMaker {
     }
     if (!takes) return;
     const auto ranges = ranges_of(request_.blocks);
-    const auto place_of = [&](std::int32_t rank) {
-      const Range block = ranges[static_cast<std::size_t>(rank)];
-      const Range part = part_of(block.count, cut_, number_);
-      return Slice{Buffer::output, block.offset + part.offset, part.count};
-    };
+    const auto place_of = [&](std::int32_t rank) { return part_in(Buffer::output, ranges, rank); };
     copy(from, place_of(rank_));
     each_peer([&](std::int32_t peer) { take({peer, Buffer::input, round_begin(), 0}, place_of(peer)); });
     made_.waits_for_all = true;  // an empty block is a call too
@@ -136,11 +138,7 @@ class RoundMaker {
 
   void scatter() {
     const auto ranges = ranges_of(request_.blocks);
-    const auto part_for = [&](std::int32_t rank) {
-      const Range block = ranges[static_cast<std::size_t>(rank)];
-      const Range part = part_of(block.count, cut_, number_);
-      return Slice{Buffer::input, block.offset + part.offset, part.count};
-    };
+    const auto part_for = [&](std::int32_t rank) { return part_in(Buffer::input, ranges, rank); };
     const Slice mine = part_for(rank_);
     const Slice to{Buffer::output, std::min(request_.blocks[static_cast<std::size_t>(rank_)], round_begin()),
                    mine.count};
@@ -152,11 +150,7 @@ class RoundMaker {
 
   void reduce_scatter() {
     const auto ranges = ranges_of(request_.blocks);
-    const auto part_for = [&](std::int32_t rank) {
-      const Range block = ranges[static_cast<std::size_t>(rank)];
-      const Range part = part_of(block.count, cut_, number_);
-      return Slice{Buffer::input, block.offset + part.offset, part.count};
-    };
+    const auto part_for = [&](std::int32_t rank) { return part_in(Buffer::input, ranges, rank); };
     each_peer([&](std::int32_t peer) { show(part_for(peer), place(peer)); });
     made_.is_taken_from = world_ > 1;
     made_.own = part_for(rank_);

@@ -180,11 +180,7 @@ bool HostQueue::begin_next(std::optional<TimePoint>& again) {
 TimePoint HostQueue::look_after(Current& current, TimePoint now) {
   if (current.queued.deadline <= now) throw late();
   const auto waiting = current.run->waiting_for();
-  for (int rank = 0; rank < world_; ++rank) {
-    if (rank != rank_ && team_->standing(rank) == HostTeam::Standing::failed) {
-      throw Error(ErrorKind::peer_gone, team_->reason_of(rank) + " (reported by rank " + std::to_string(rank) + ")");
-    }
-  }
+  current.run->check_sources();
   for (const int rank : waiting) {
     if (team_->standing(rank) == HostTeam::Standing::left) {
       throw Error(ErrorKind::peer_gone, "rank " + std::to_string(rank) + " is gone: it left the group");

@@ -36,6 +36,8 @@ class HostRun {
   // Goes on as far as it can. nullopt: finished. Throws Error (mismatch, peer_gone).
   std::optional<Blocked> step();
   Place next_place() const;  // once it has finished
+  // Throws what a rank that failed has said.
+  void check_sources() const;
   // Ranks that have not come as far as this rank needs, and those among them that have not begun this call.
   std::vector<int> waiting_for() const;
   bool has_begun(int rank) const;
@@ -54,7 +56,6 @@ class HostRun {
   bool takes_from(int rank) const;
   void take(const HostRound::Take& one);
   void reduce_terms();
-  void check_sources() const;
 
   std::byte* at(const Slice& slice, std::uint64_t element = 0) const;
   const std::byte* shown(const Shown& from, std::uint64_t element, std::uint64_t count, std::byte* buffer) const;

@@ -4,11 +4,11 @@
 #include <climits>
 #include <ctime>
 #include <new>
-#include <random>
 #include <utility>
 
 #include "base/error.hpp"
 #include "base/fork.hpp"
+#include "base/random.hpp"
 
 #ifdef __linux__
 #include <linux/futex.h>
@@ -21,11 +21,6 @@ namespace {
 
 constexpr std::size_t kPage = 4096;
 constexpr std::uint64_t kMagic = 0x6c6c654272495400;  // "\0TIrBell"
-
-std::uint64_t random_number() {
-  std::random_device device;
-  return std::uint64_t{device()} << 32 | device();
-}
 
 }  // namespace
 

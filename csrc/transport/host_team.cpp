@@ -4,9 +4,9 @@
 
 #include <algorithm>
 #include <new>
-#include <random>
 
 #include "base/bytes.hpp"
+#include "base/random.hpp"
 
 namespace torch_iroh::transport {
 namespace {
@@ -16,11 +16,6 @@ constexpr std::size_t kPage = 4096;
 
 std::size_t whole_pages(std::size_t bytes) {
   return (bytes + kPage - 1) / kPage * kPage;
-}
-
-std::uint64_t random_number() {
-  std::random_device device;
-  return std::uint64_t{device()} << 32 | device();
 }
 
 }  // namespace

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <map>
-#include <random>
 
 #include "base/bytes.hpp"
 #include "base/log.hpp"
+#include "base/random.hpp"
 #include "base/rank_text.hpp"
 
 namespace torch_iroh::transport {
@@ -21,11 +21,6 @@ constexpr std::uint32_t kLeastChunk = 64;
 // n-th group of every rank meets under the same prefix.
 std::string prefix_of_turn(KeyValueStore& store, int rank) {
   return "torch_iroh/" + std::to_string(store.add_one("torch_iroh/turn/" + std::to_string(rank))) + "/";
-}
-
-std::uint64_t random_number() {
-  std::random_device device;
-  return std::uint64_t{device()} << 32 | device();
 }
 
 std::string host_name() {
