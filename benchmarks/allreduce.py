@@ -289,12 +289,13 @@ def op_name(text: str) -> str:
     return text
 
 
-def parse_options() -> argparse.Namespace:
-    description, columns = (__doc__ or "").split("\n    python", 1)
+def collectives_parser(doc: str | None) -> argparse.ArgumentParser:
+    """With a module's description, and the options --op and --ranks."""
+    description, columns = (doc or "").split("\n    python", 1)
     parser = argparse.ArgumentParser(
         description=description, epilog="    python" + columns, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ops, counts, sizes = (harness.comma_list(one) for one in (op_name, positive, parse_bytes))
+    ops, counts = harness.comma_list(op_name), harness.comma_list(positive)
     parser.add_argument(
         "--op",
         type=lambda text: OPS if text == "all" else ops(text),
@@ -303,9 +304,14 @@ def parse_options() -> argparse.Namespace:
         help=f"all, or a list of: {', '.join(OPS)} (default: all_reduce)",
     )
     parser.add_argument("--ranks", type=counts, metavar="LIST", help="(default: 2,4)")
+    return parser
+
+
+def parse_options() -> argparse.Namespace:
+    parser = collectives_parser(__doc__)
     parser.add_argument(
         "--bytes",
-        type=sizes,
+        type=harness.comma_list(parse_bytes),
         metavar="LIST",
         help="rounded down to a whole number of float32 on each rank (default: 1Ki,64Ki,1Mi,4Mi,64Mi)",
     )

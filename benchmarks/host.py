@@ -34,8 +34,8 @@ from pathlib import Path
 import harness
 import torch
 import torch.distributed as dist
-from allreduce import OPS, exercise, op_name, rounds_for, together
-from harness import Rank, parse_bytes, positive, quantile, show_bytes
+from allreduce import collectives_parser, exercise, rounds_for, together
+from harness import Rank, parse_bytes, quantile, show_bytes
 
 import torch_iroh
 
@@ -126,20 +126,10 @@ def run_mpi(world: int, plan: Plan, deadline: harness.Deadline) -> list[tuple[li
 
 
 def parse_options() -> argparse.Namespace:
-    description, columns = (__doc__ or "").split("\n    python", 1)
-    parser = argparse.ArgumentParser(
-        description=description, epilog="    python" + columns, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    ops, counts, sizes = (harness.comma_list(one) for one in (op_name, positive, parse_bytes))
+    parser = collectives_parser(__doc__)
     parser.add_argument(
-        "--op",
-        type=lambda text: OPS if text == "all" else ops(text),
-        default=["all_reduce"],
-        metavar="LIST",
-        help=f"all, or a list of: {', '.join(OPS)} (default: all_reduce)",
+        "--bytes", type=harness.comma_list(parse_bytes), metavar="LIST", help="(default: 4Ki,16Ki,256Ki,4Mi,64Mi)"
     )
-    parser.add_argument("--ranks", type=counts, metavar="LIST", help="(default: 2,4)")
-    parser.add_argument("--bytes", type=sizes, metavar="LIST", help="(default: 4Ki,16Ki,256Ki,4Mi,64Mi)")
     parser.add_argument("--mpi", action=argparse.BooleanOptionalAction, default=True, help="run Open MPI beside")
     harness.add_common_options(parser)
     options = parser.parse_args()

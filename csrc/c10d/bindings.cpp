@@ -100,8 +100,8 @@ All are keyword-only and optional. What is not set is taken from the environment
 Of this group:
     chunk_bytes (int): size in bytes of the pieces that pipeline a collective; default 262144. The smallest value of
         all ranks counts.
-    algorithm (str): "auto" (default), "ring", "direct", "ring_bidirectional", "tree", "butterfly" or "bruck"; equal on
-        all ranks. An operation that it does not cover runs its nearest kin; error texts name what really ran.
+    algorithm (str): "auto" (default), "ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck" or
+        "hierarchical"; equal on all ranks. An operation that it does not cover runs its nearest kin; error texts name what really ran.
     connect (str): "lazy" (default) connects two ranks on their first exchange, "eager" all pairs at once.
     shared_memory (str): "auto" (default): collectives of ranks that are all on one host go through its memory, unless an
         algorithm is asked for; large tensors are read where they are, if the kernel permits it. "buffered": never that,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,24 @@ inline std::string text_of(const Request& request) {
                      std::to_string(request.count) + ", blocks";
   for (const std::uint64_t block : request.blocks) text += " " + std::to_string(block);
   return text + ": ";
+}
+
+// What one rank sends in all.
+struct Sent {
+  std::uint64_t messages = 0;
+  std::uint64_t elements = 0;
+  std::set<std::int32_t> peers;
+};
+inline Sent sent_by(Request request, std::int32_t rank) {
+  request.rank = rank;
+  Sent sent;
+  for (const auto& step : collective::make_schedule(request).steps) {
+    if (step.kind != collective::StepKind::send) continue;
+    ++sent.messages;
+    sent.elements += step.from.count;
+    sent.peers.insert(step.peer);
+  }
+  return sent;
 }
 
 }  // namespace torch_iroh::testing

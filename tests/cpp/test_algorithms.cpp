@@ -62,21 +62,6 @@ std::uint64_t log2_up(std::uint64_t n) {
   return rounds;
 }
 
-struct Sent {
-  std::uint64_t messages = 0;
-  std::uint64_t elements = 0;
-  std::set<std::int32_t> peers;
-};
-Sent sent_by(Request request, std::int32_t rank) {
-  request.rank = rank;
-  Sent sent;
-  for (const Step& step : make_schedule(request).steps) {
-    if (step.kind != StepKind::send) continue;
-    ++sent.messages, sent.elements += step.from.count, sent.peers.insert(step.peer);
-  }
-  return sent;
-}
-
 }  // namespace
 
 TEST_CASE("algorithms: every one is right for what it covers, at every world from 1 to 64") {

@@ -52,23 +52,6 @@ void expect_right(const Request& request) {
   }
 }
 
-struct Sent {
-  std::uint64_t messages = 0;
-  std::uint64_t elements = 0;
-  std::set<std::int32_t> peers;
-};
-Sent sent_by(Request request, std::int32_t rank) {
-  request.rank = rank;
-  Sent sent;
-  for (const Step& step : make_schedule(request).steps) {
-    if (step.kind != StepKind::send) continue;
-    ++sent.messages;
-    sent.elements += step.from.count;
-    sent.peers.insert(step.peer);
-  }
-  return sent;
-}
-
 void depend_again(Program& program) {
   program.dependencies = dependencies_of(program.schedule);
 }
