@@ -75,7 +75,11 @@ void Group::fail(const Error& cause, bool tell_others, const Error& news) {
       if (peer != rank_ && transport_->connected(peer)) tell_failure(peer, news);
     }
   }
-  if (host_) host_->fail(cause, tell_others ? without_reporter(news.what()) : "");
+  if (host_) {
+    // Also what others told: whoever reads this rank's memory learns from it alone that the memory was given back.
+    const bool leaves = closed_ && !tell_others;
+    host_->fail(cause, leaves ? "" : without_reporter(news.what()));
+  }
   std::vector<std::pair<Done, Error>> ended;
   if (current_) {
     ended.emplace_back(std::move(current_->done),

@@ -22,6 +22,8 @@ constexpr Duration kFirstLook = milliseconds(20);
 constexpr Duration kNextLook = milliseconds(100);
 // How long to wait for the group to end what has been reported to it, before looking again.
 constexpr Duration kReported = milliseconds(1000);
+// How long to wait for whoever works, to say whom the operation waits for.
+constexpr auto kExplanation = std::chrono::milliseconds(200);
 
 void relax() {
 #if defined(__x86_64__) || defined(__i386__)
@@ -215,7 +217,7 @@ void HostQueue::look_at_processes(const std::vector<int>& ranks, TimePoint now) 
 }
 
 std::string HostQueue::waiting_text() {
-  const std::unique_lock lock(drive_mutex_, std::try_to_lock);
+  const std::unique_lock lock(drive_mutex_, kExplanation);
   return lock && current_ && current_->run ? still_waiting() : "";
 }
 

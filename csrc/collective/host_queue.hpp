@@ -85,7 +85,7 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   std::deque<Queued> queue_;
   std::optional<Error> failed_;
 
-  std::mutex drive_mutex_;  // held while working
+  std::timed_mutex drive_mutex_;  // held while working
   std::optional<Current> current_;
   HostRun::Place place_;
   std::map<int, TimePoint> stopped_since_;  // ranks that were seen standing still

@@ -235,7 +235,12 @@ const std::byte* HostRun::shown(const Shown& from, std::uint64_t element, std::u
   if (from.peer == request_.rank || !team_.call_of(from.peer, turn).direct) {
     return team_.window_of(from.peer, turn) + (from.in_window + element) * element_;
   }
-  team_.read(from.peer, address_of(from, element), buffer, count * element_);
+  try {
+    team_.read(from.peer, address_of(from, element), buffer, count * element_);
+  } catch (const Error&) {
+    check_sources();  // one that gave its memory back has said why
+    throw;
+  }
   return buffer;
 }
 
