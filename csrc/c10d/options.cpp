@@ -100,8 +100,7 @@ transport::Sharing IrohOptions::resolved_shared_memory() const {
   if (name != "auto" && name != "buffered" && name != "off") {
     refuse("shared_memory", "'" + name + "'", "'auto', 'buffered', 'off'");
   }
-  // Who asks for an algorithm means one between processes that send to each other.
-  if (name == "off" || resolved_algorithm()) return Sharing::none;
+  if (name == "off") return Sharing::none;
   return name == "auto" ? Sharing::direct : Sharing::windows;
 }
 

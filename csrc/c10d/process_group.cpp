@@ -10,6 +10,7 @@
 #include "collective/hierarchy.hpp"
 #include "transport/in_process.hpp"
 #include "transport/membership.hpp"
+#include "transport/routed.hpp"
 
 namespace torch_iroh::c10d_backend {
 namespace {
@@ -58,6 +59,16 @@ std::shared_ptr<const collective::Hierarchy> hierarchy_of(
   return std::make_shared<const collective::Hierarchy>(collective::Hierarchy::of_groups(world, telling));
 }
 
+std::shared_ptr<transport::Transport> best_roads(const transport::Joined& joined, Duration peer_timeout) {
+  if (!joined.team) return joined.transport;
+  return transport::make_routed(joined.transport, joined.team, peer_timeout);
+}
+
+// Who asks for an algorithm means one between ranks that send to each other.
+bool shares_collectives(const transport::Joined& joined, const collective::GroupOptions& options) {
+  return joined.team && joined.team->is_whole() && !options.algorithm;
+}
+
 std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
                                               const IrohOptions& options) {
   collective::GroupOptions group_options;
@@ -83,7 +94,8 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   group_options.hierarchy =
       hierarchy_of(size, joined.levels, group_options.algorithm == collective::Algorithm::hierarchical);
   group_options.peer_timeout = node_options.link.peer_timeout;
-  auto group = collective::Group::make(std::move(joined.transport), group_options, std::move(joined.team));
+  auto group = collective::Group::make(best_roads(joined, group_options.peer_timeout), group_options,
+                                       shares_collectives(joined, group_options) ? joined.team : nullptr);
   if (eager) group->connect_all();
   return group;
 }

@@ -21,7 +21,7 @@ constexpr Duration kFarewell = milliseconds(500);
 }  // namespace
 
 std::shared_ptr<Group> Group::make(std::shared_ptr<transport::Transport> transport, const GroupOptions& options,
-                                   std::unique_ptr<transport::HostTeam> team) {
+                                   std::shared_ptr<transport::HostTeam> team) {
   std::shared_ptr<Group> group(new Group(std::move(transport), options));
   if (team) group->share_memory(std::move(team));
   group->transport_->start(*group);
@@ -58,7 +58,7 @@ Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions
   point_to_point_ = std::make_unique<PointToPoint>(rank_, world_, std::move(hooks));
 }
 
-void Group::share_memory(std::unique_ptr<transport::HostTeam> team) {
+void Group::share_memory(std::shared_ptr<transport::HostTeam> team) {
   HostQueue::Hooks hooks;
   hooks.fail = [weak = weak_from_this()](const Error& cause, const std::string& news) {
     const auto self = weak.lock();
@@ -353,9 +353,6 @@ GroupStats Group::stats() const {
     stats.busy_seconds = std::chrono::duration<double>(busy).count();
   }
   stats.peers = transport_->stats();
-  for (transport::PeerStats& peer : stats.peers) {
-    if (host_ && !transport_->connected(peer.rank)) peer.path = "shared memory";
-  }
   return stats;
 }
 

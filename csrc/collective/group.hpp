@@ -50,7 +50,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
  public:
   // `team`: all ranks of the group share memory, and collectives go through it.
   static std::shared_ptr<Group> make(std::shared_ptr<transport::Transport> transport, const GroupOptions& options,
-                                     std::unique_ptr<transport::HostTeam> team = nullptr);
+                                     std::shared_ptr<transport::HostTeam> team = nullptr);
   ~Group() override;
 
   int rank() const { return rank_; }
@@ -160,7 +160,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   void watch_deadlines();
   void on_deadline();
   void count_in_flight(int change);
-  void share_memory(std::unique_ptr<transport::HostTeam> team);
+  void share_memory(std::shared_ptr<transport::HostTeam> team);
 
   const std::shared_ptr<transport::Transport> transport_;
   const GroupOptions options_;

@@ -6,20 +6,21 @@
 
 #include "base/rank_text.hpp"
 #include "collective/failure_text.hpp"
-#include "collective/host_driver.hpp"
 #include "collective/planner.hpp"
 
 namespace torch_iroh::collective {
 namespace {
 
 using transport::Doorbell;
+using transport::HostDriver;
 using transport::HostTeam;
+using transport::HostWatch;
+using transport::News;
 
 // Less than it takes to go to sleep and be woken.
 constexpr Duration kSpin = std::chrono::microseconds(5);
-// When to look whether the processes of the ranks that keep us waiting still run, and how often.
+// When to look first whether the processes of the ranks that keep us waiting still run.
 constexpr Duration kFirstLook = milliseconds(20);
-constexpr Duration kNextLook = milliseconds(100);
 // How long to wait for the group to end what has been reported to it, before looking again.
 constexpr Duration kReported = milliseconds(1000);
 // How long to wait for whoever works, to say whom the operation waits for.
@@ -35,13 +36,13 @@ void relax() {
 
 }  // namespace
 
-HostQueue::HostQueue(std::unique_ptr<HostTeam> team, Duration peer_timeout, Hooks hooks)
+HostQueue::HostQueue(std::shared_ptr<HostTeam> team, Duration peer_timeout, Hooks hooks)
     : team_(std::move(team)),
       rank_(team_->rank()),
       world_(team_->world()),
       hooks_(std::move(hooks)),
-      peer_timeout_(peer_timeout),
-      may_spin_(static_cast<unsigned>(world_) <= std::thread::hardware_concurrency()) {}
+      may_spin_(static_cast<unsigned>(world_) <= std::thread::hardware_concurrency()),
+      watch_(peer_timeout) {}
 
 void HostQueue::push(std::uint64_t sequence, CollectiveCall call, TimePoint deadline) {
   const std::lock_guard lock(queue_mutex_);
@@ -109,7 +110,7 @@ void HostQueue::drive(std::uint64_t sequence) {
     for (const TimePoint end = after(Clock::now(), kSpin); may_spin_ && bell.heard() == heard && Clock::now() < end;) {
       relax();
     }
-    bell.wait(heard, again.value_or(kNever));
+    bell.wait(heard, again.value_or(kNever), News::steps);
   }
   bool more = false;
   {
@@ -190,30 +191,12 @@ TimePoint HostQueue::look_after(Current& current, TimePoint now) {
   }
   if (current.look_at == TimePoint{}) current.look_at = after(now, kFirstLook);
   if (now >= current.look_at) {
-    current.look_at = after(now, kNextLook);
-    look_at_processes(waiting, now);
+    current.look_at = after(now, HostWatch::kInterval);
+    if (const auto gone = watch_.look(*team_, waiting, now)) {
+      throw Error(ErrorKind::peer_gone, "rank " + std::to_string(gone->rank) + " is gone: " + gone->why);
+    }
   }
   return std::min(current.queued.deadline, current.look_at);
-}
-
-void HostQueue::look_at_processes(const std::vector<int>& ranks, TimePoint now) {
-  // A look that comes late means that this process stood still itself: then nobody's time counts.
-  if (now - looked_at_ > 3 * kNextLook) stopped_since_.clear();
-  looked_at_ = now;
-  std::map<int, TimePoint> stopped;
-  for (const int rank : ranks) {
-    const std::string process = "its process (" + std::to_string(team_->pid_of(rank)) + ")";
-    const std::string gone = "rank " + std::to_string(rank) + " is gone: ";
-    if (team_->ended(rank)) throw Error(ErrorKind::peer_gone, gone + process + " ended");
-    if (!team_->stopped(rank)) continue;
-    const auto known = stopped_since_.find(rank);
-    const TimePoint since = known == stopped_since_.end() ? now : known->second;
-    stopped.emplace(rank, since);
-    if (now - since < peer_timeout_) continue;
-    throw Error(ErrorKind::peer_gone,
-                gone + process + " has been stopped for " + to_text(now - since) + " (a signal, or a debugger)");
-  }
-  stopped_since_ = std::move(stopped);
 }
 
 std::string HostQueue::waiting_text() {
@@ -250,7 +233,7 @@ void HostQueue::end_current(const Error* error) {
   ended_.store(ended.queued.sequence + 1);
   ended.queued.call.done(error);
   hooks_.ended();
-  Doorbell::own().ring();  // a caller may sleep for it while this thread has done its work
+  Doorbell::own().ring(News::steps);  // a caller may sleep for it while this thread has done its work
 }
 
 void HostQueue::end_all(const Error& cause) {

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -16,11 +15,13 @@
 
 #include "collective/call.hpp"
 #include "collective/host_run.hpp"
+#include "transport/host_driver.hpp"
 #include "transport/host_team.hpp"
+#include "transport/host_watch.hpp"
 
 namespace torch_iroh::collective {
 
-class HostQueue : public std::enable_shared_from_this<HostQueue> {
+class HostQueue final : public transport::Attended, public std::enable_shared_from_this<HostQueue> {
  public:
   // Called on the thread that does the work, with no lock of the group held.
   struct Hooks {
@@ -29,7 +30,7 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   };
 
   // `peer_timeout`: how long a rank may stand still (its process stopped) before it is given up.
-  HostQueue(std::unique_ptr<transport::HostTeam> team, Duration peer_timeout, Hooks hooks);
+  HostQueue(std::shared_ptr<transport::HostTeam> team, Duration peer_timeout, Hooks hooks);
 
   // Thread-safe, all of them. After `push` somebody must drive it or attend to it.
   void push(std::uint64_t sequence, CollectiveCall call, TimePoint deadline);
@@ -43,8 +44,8 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   void close();
   std::string waiting_text();  // "; still waiting for rank 2", unless it moves right now
 
-  // Goes on as far as it can, unless another thread is at it. Until when it can wait; nullopt: nothing is left to do.
-  std::optional<TimePoint> advance_if_free();
+  std::optional<TimePoint> advance_if_free() override;
+  transport::News waits_for() const override { return transport::News::steps; }
 
  private:
   struct Queued {
@@ -66,7 +67,6 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   std::optional<Error> failed() const;
   // When to look again. Throws what keeps this operation from ever ending.
   TimePoint look_after(Current& current, TimePoint now);
-  void look_at_processes(const std::vector<int>& ranks, TimePoint now);
   Error late() const;
   std::string still_waiting() const;
   std::string title() const;
@@ -78,7 +78,6 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   const int rank_;
   const int world_;
   const Hooks hooks_;
-  const Duration peer_timeout_;
   const bool may_spin_;
 
   mutable std::mutex queue_mutex_;  // short: what other threads hand in
@@ -88,8 +87,7 @@ class HostQueue : public std::enable_shared_from_this<HostQueue> {
   std::timed_mutex drive_mutex_;  // held while working
   std::optional<Current> current_;
   HostRun::Place place_;
-  std::map<int, TimePoint> stopped_since_;  // ranks that were seen standing still
-  TimePoint looked_at_{};
+  transport::HostWatch watch_;
   bool reported_ = false;
   std::atomic<std::uint64_t> ended_{0};  // operations below this number are over
 };

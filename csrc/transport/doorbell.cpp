@@ -20,7 +20,7 @@ namespace torch_iroh::transport {
 namespace {
 
 constexpr std::size_t kPage = 4096;
-constexpr std::uint64_t kMagic = 0x6c6c654272495400;  // "\0TIrBell"
+constexpr std::uint64_t kMagic = 0x326c654272495400;  // "\0TIrBel2"
 
 }  // namespace
 
@@ -28,7 +28,8 @@ struct Doorbell::Words {
   std::uint64_t magic;
   std::uint64_t nonce;
   alignas(64) std::atomic<std::uint32_t> rung;
-  std::atomic<std::uint32_t> sleepers;
+  std::atomic<std::uint32_t> sleepers_for_steps;
+  std::atomic<std::uint32_t> sleepers_for_messages;
 };
 
 Doorbell::Words& Doorbell::words() const {
@@ -68,34 +69,40 @@ std::uint32_t Doorbell::heard() const {
 
 #ifdef __linux__
 
-void Doorbell::wait(std::uint32_t heard, TimePoint until) {
+void Doorbell::wait(std::uint32_t heard, TimePoint until, News news) {
   Words& shared = words();
-  shared.sleepers.fetch_add(1, std::memory_order_seq_cst);
+  const auto kinds = static_cast<std::uint32_t>(news);
+  const auto count = [&](std::uint32_t one) {
+    if ((kinds & static_cast<std::uint32_t>(News::steps)) != 0) shared.sleepers_for_steps.fetch_add(one);
+    if ((kinds & static_cast<std::uint32_t>(News::messages)) != 0) shared.sleepers_for_messages.fetch_add(one);
+  };
+  count(1);
   timespec time{};
   const timespec* limit = nullptr;
   if (until != kNever) {
-    const auto left = std::max<Duration>(until - Clock::now(), Duration::zero());
-    const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(left).count();
+    // FUTEX_WAIT_BITSET takes a time of the monotonic clock, which Clock is on Linux.
+    const auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(until.time_since_epoch()).count();
     time = {static_cast<time_t>(nanoseconds / 1'000'000'000), static_cast<long>(nanoseconds % 1'000'000'000)};
     limit = &time;
   }
   // Returns at once when the word is not `heard` any more; a signal or a spurious return makes the caller look again.
-  syscall(SYS_futex, &shared.rung, FUTEX_WAIT, heard, limit, nullptr, 0);
-  shared.sleepers.fetch_sub(1, std::memory_order_seq_cst);
+  syscall(SYS_futex, &shared.rung, FUTEX_WAIT_BITSET, heard, limit, nullptr, kinds);
+  count(-1U);
 }
 
-void Doorbell::ring() {
+void Doorbell::ring(News news) {
   Words& shared = words();
   shared.rung.fetch_add(1, std::memory_order_seq_cst);
-  if (shared.sleepers.load(std::memory_order_seq_cst) > 0) {
-    syscall(SYS_futex, &shared.rung, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+  const auto& sleepers = news == News::steps ? shared.sleepers_for_steps : shared.sleepers_for_messages;
+  if (sleepers.load(std::memory_order_seq_cst) > 0) {
+    syscall(SYS_futex, &shared.rung, FUTEX_WAKE_BITSET, INT_MAX, nullptr, nullptr, static_cast<std::uint32_t>(news));
   }
 }
 
 #else
 
-void Doorbell::wait(std::uint32_t, TimePoint) {}
-void Doorbell::ring() {}
+void Doorbell::wait(std::uint32_t, TimePoint, News) {}
+void Doorbell::ring(News) {}
 
 #endif
 

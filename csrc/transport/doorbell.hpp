@@ -1,5 +1,6 @@
 // One word per process, in memory it shares with its neighbours: whoever has news rings, and every thread of that
-// process that has gone to sleep looks again. A futex: ringing an awake process costs no system call, and nobody spins.
+// process that sleeps for news of this kind looks again. A futex: ringing an awake process costs no system call, and
+// nobody spins.
 #pragma once
 
 #include <atomic>
@@ -11,6 +12,12 @@
 
 namespace torch_iroh::transport {
 
+enum class News : std::uint32_t {
+  steps = 1,     // of a collective
+  messages = 2,  // and room for more of them
+  any = 3,
+};
+
 class Doorbell {
  public:
   static Doorbell& own();                                              // of this process; a forked child makes its own
@@ -21,8 +28,8 @@ class Doorbell {
 
   // Look at the state that may change between the two: `wait` returns at once when somebody has rung since `heard`.
   std::uint32_t heard() const;
-  void wait(std::uint32_t heard, TimePoint until);
-  void ring();
+  void wait(std::uint32_t heard, TimePoint until, News news);
+  void ring(News news);  // not `any`
 
   Doorbell(Doorbell&&) = default;
   Doorbell& operator=(Doorbell&&) = default;

@@ -11,7 +11,7 @@
 namespace torch_iroh::transport {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x31786f4272495400;  // "\0TIrBox1"
+constexpr std::uint64_t kMagic = 0x32786f4272495400;  // "\0TIrBox2"
 constexpr std::size_t kPage = 4096;
 
 std::size_t whole_pages(std::size_t bytes) {
@@ -20,7 +20,7 @@ std::size_t whole_pages(std::size_t bytes) {
 
 }  // namespace
 
-// At the start of a rank's memory; behind it the amounts of two turns, then the windows of two turns.
+// At the start of a rank's memory; behind it a line for each rank, the amounts of two turns, the windows of two turns.
 struct HostTeam::Mailbox {
   std::uint64_t magic;
   std::uint64_t nonce;
@@ -30,6 +30,7 @@ struct HostTeam::Mailbox {
   alignas(64) std::atomic<std::uint64_t> phase;
   alignas(64) std::atomic<std::int32_t> awaited;
   alignas(64) std::atomic<Standing> standing;
+  std::atomic<std::uint32_t> parted;
   Text reason;
   alignas(64) Call calls[2];
 };
@@ -44,7 +45,10 @@ std::string HostTeam::Text::get() const {
 }
 
 HostTeam::HostTeam(int rank, int world)
-    : rank_(rank), world_(world), own_(SharedMemory::make("torch-iroh-group", memory_bytes())) {
+    : rank_(rank),
+      world_(world),
+      host_identity_(host_identity()),
+      own_(SharedMemory::make("torch-iroh-group", memory_bytes())) {
   static_assert(std::atomic<Standing>::is_always_lock_free, "processes share it");
   auto* box = new (own_.data()) Mailbox{};
   box->magic = kMagic;
@@ -53,13 +57,18 @@ HostTeam::HostTeam(int rank, int world)
   box->rank = rank;
   box->world = world;
   box->awaited = -1;
+  for (int i = 0; i < world; ++i) new (&line(i)) HostLine{};
   Doorbell::own();
 }
 
 HostTeam::~HostTeam() = default;
 
-std::size_t HostTeam::amounts_offset() const {
+std::size_t HostTeam::lines_offset() const {
   return whole_pages(sizeof(Mailbox));
+}
+
+std::size_t HostTeam::amounts_offset() const {
+  return lines_offset() + whole_pages(static_cast<std::size_t>(world_) * sizeof(HostLine));
 }
 
 std::size_t HostTeam::windows_offset() const {
@@ -80,7 +89,7 @@ HostTeam::Mailbox& HostTeam::mailbox(int rank) const {
 
 HostIntroduction HostTeam::introduction() const {
   HostIntroduction mine;
-  mine.host = host_identity();
+  mine.host = host_identity_;
   mine.pid = getpid();
   mine.memory = own_.descriptor();
   mine.nonce = mailbox(own_).nonce;
@@ -93,8 +102,9 @@ void HostTeam::attach(const std::vector<HostIntroduction>& ranks) {
   peers_.resize(ranks.size());
   can_read_ = true;
   for (int rank = 0; rank < world_; ++rank) {
-    if (rank == rank_) continue;
     const HostIntroduction& theirs = ranks[static_cast<std::size_t>(rank)];
+    if (rank == rank_ || theirs.host != host_identity_) continue;
+    neighbours_.push_back(rank);
     Peer& peer = peers_[static_cast<std::size_t>(rank)];
     // The handle comes first: what is proved below is proved of the process that it names.
     peer.process = ProcessHandle(theirs.pid);
@@ -126,18 +136,19 @@ std::uint64_t HostTeam::phase(int rank) const {
 
 void HostTeam::advance_to(std::uint64_t phase) {
   mailbox(own_).phase.store(phase, std::memory_order_seq_cst);
-  for (int rank = 0; rank < world_; ++rank) {
-    if (rank == rank_) continue;
+  for (const int rank : neighbours_) {
     // Whoever announced after this store that it waits looks at the phase once more, and sees it.
     if (mailbox(rank).awaited.load(std::memory_order_seq_cst) != rank_) continue;
-    peers_[static_cast<std::size_t>(rank)].bell->ring();
+    ring(rank, News::steps);
   }
 }
 
-void HostTeam::ring_all() {
-  for (Peer& peer : peers_) {
-    if (peer.bell) peer.bell->ring();
-  }
+void HostTeam::ring(int rank, News news) {
+  peers_[static_cast<std::size_t>(rank)].bell->ring(news);
+}
+
+void HostTeam::ring_all(News news) {
+  for (const int rank : neighbours_) ring(rank, news);
 }
 
 HostTeam::Call& HostTeam::call(std::uint64_t turn) {
@@ -207,14 +218,32 @@ void HostTeam::fail(const std::string& reason) {
   if (box.standing.load() != Standing::present) return;
   box.reason.set(reason);
   box.standing.store(Standing::failed, std::memory_order_seq_cst);
-  ring_all();
+  ring_all(News::steps);
 }
 
 void HostTeam::leave() {
   Mailbox& box = mailbox(own_);
   if (box.standing.load() != Standing::present) return;
   box.standing.store(Standing::left, std::memory_order_seq_cst);
-  ring_all();
+  ring_all(News::steps);
+}
+
+HostLine& HostTeam::line(int rank) {
+  return reinterpret_cast<HostLine*>(own_.data() + lines_offset())[rank];
+}
+
+const HostLine& HostTeam::line_of(int rank) const {
+  const auto& memory = peers_[static_cast<std::size_t>(rank)].memory;
+  return reinterpret_cast<const HostLine*>(memory.data() + lines_offset())[rank_];
+}
+
+void HostTeam::part() {
+  mailbox(own_).parted.store(1, std::memory_order_seq_cst);
+  ring_all(News::messages);
+}
+
+bool HostTeam::parted(int rank) const {
+  return mailbox(rank).parted.load(std::memory_order_seq_cst) != 0;
 }
 
 }  // namespace torch_iroh::transport

@@ -1,6 +1,6 @@
 // The ranks of a group that run on one host, as they see each other through shared memory: how far each has come, what
 // it has called, the bytes it shows, and whether it is still there. Every rank writes its own mailbox only. Moves bytes
-// and counts; does not know what an operation is. One thread at a time uses it (`fail` and `leave`: any thread).
+// and counts; does not know what an operation is. One thread at a time uses what is about phases; the rest: any thread.
 #pragma once
 
 #include <atomic>
@@ -13,6 +13,7 @@
 
 #include "base/error.hpp"
 #include "transport/doorbell.hpp"
+#include "transport/host_ring.hpp"
 #include "transport/shared_memory.hpp"
 
 namespace torch_iroh::transport {
@@ -61,16 +62,19 @@ class HostTeam {
   HostTeam& operator=(const HostTeam&) = delete;
 
   HostIntroduction introduction() const;
-  // Maps the others' mailboxes, and proves by what is in them that they are the ranks that joined. Throws Error.
+  // Maps the mailboxes of those of `ranks` that are on this host, and proves by what is in them that they are the ranks
+  // that joined. `ranks`: of all the group. Throws Error.
   void attach(const std::vector<HostIntroduction>& ranks);
-  // Whether the memory of every other rank can be read directly, tried with each.
+  // Whether the memory of every other rank of this host can be read directly, tried with each.
   bool can_read() const { return can_read_; }
-  // Once every rank has attached: nobody else can any more. `direct`: every rank can read every other.
+  // Once every rank of the host has attached: nobody else can any more. `direct`: each can read every other.
   void settle(bool direct);
   bool direct() const { return direct_; }
 
   int rank() const { return rank_; }
   int world() const { return world_; }
+  const std::vector<int>& neighbours() const { return neighbours_; }  // the group's other ranks on this host
+  bool is_whole() const { return static_cast<int>(neighbours_.size()) + 1 == world_; }
 
   std::uint64_t phase(int rank) const;
   void advance_to(std::uint64_t phase);  // what was written before is seen by whoever sees the phase
@@ -94,6 +98,14 @@ class HostTeam {
   void fail(const std::string& reason);
   void leave();
 
+  // Messages between two ranks: what this rank tells `rank`, and what that one tells this.
+  HostLine& line(int rank);
+  const HostLine& line_of(int rank) const;
+  void ring(int rank, News news);
+  // No message will be put from here on. Apart from `leave`, which is about collectives.
+  void part();
+  bool parted(int rank) const;
+
  private:
   struct Mailbox;
   struct Peer {
@@ -102,17 +114,20 @@ class HostTeam {
     ProcessHandle process;
   };
 
+  std::size_t lines_offset() const;
   std::size_t amounts_offset() const;
   std::size_t windows_offset() const;
   std::size_t memory_bytes() const;
   static Mailbox& mailbox(const SharedMemory& memory);
   Mailbox& mailbox(int rank) const;
-  void ring_all();
+  void ring_all(News news);
 
   const int rank_;
   const int world_;
+  const std::string host_identity_;
   SharedMemory own_;
-  std::vector<Peer> peers_;  // by rank; the own place is empty
+  std::vector<Peer> peers_;  // by rank; empty: this rank, and those of other hosts
+  std::vector<int> neighbours_;
   bool can_read_ = false;
   bool direct_ = false;
 };

@@ -106,14 +106,23 @@ std::unique_ptr<HostTeam> make_team(const JoinRequest& request) {
   }
 }
 
-// Every rank tries for itself; all do what all can.
-std::unique_ptr<HostTeam> settle_team(KeyValueStore& store, const JoinRequest& request, const std::string& prefix,
+// Every rank tries for itself; the ranks of a host do what all of them can.
+std::shared_ptr<HostTeam> settle_team(KeyValueStore& store, const JoinRequest& request, const std::string& prefix,
                                       const std::vector<Record>& records, std::unique_ptr<HostTeam> team,
                                       TimePoint deadline) {
-  const auto alike = [&](const Record& record) {
-    return record.sharing.memory >= 0 && record.sharing.host == records.front().sharing.host;
-  };
-  if (!std::all_of(records.begin(), records.end(), alike) || !team) return nullptr;
+  if (!team) return nullptr;
+  const auto key = [&](int rank) { return prefix + "shares/" + std::to_string(rank); };
+  const std::string& host = records[static_cast<std::size_t>(request.rank)].sharing.host;
+  std::vector<int> ranks;
+  std::vector<std::string> keys;
+  for (int rank = 0; rank < request.world; ++rank) {
+    const HostIntroduction& theirs = records[static_cast<std::size_t>(rank)].sharing;
+    if (theirs.host != host) continue;
+    if (theirs.memory < 0) return nullptr;
+    ranks.push_back(rank);
+    keys.push_back(key(rank));
+  }
+  if (ranks.size() == 1) return nullptr;
   Sharing mine = Sharing::none;
   try {
     std::vector<HostIntroduction> introductions;
@@ -123,14 +132,7 @@ std::unique_ptr<HostTeam> settle_team(KeyValueStore& store, const JoinRequest& r
   } catch (const Error& error) {
     log_once(LogLevel::warn, "shared memory", "ranks of this host share no memory: " + std::string(error.what()));
   }
-  const auto key = [&](int rank) { return prefix + "shares/" + std::to_string(rank); };
   store.set(key(request.rank), {static_cast<std::uint8_t>(mine)});
-  std::vector<int> ranks;
-  std::vector<std::string> keys;
-  for (int rank = 0; rank < request.world; ++rank) {
-    ranks.push_back(rank);
-    keys.push_back(key(rank));
-  }
   await(store, request, ranks, keys, deadline);
   for (const std::string& one : keys) {
     const auto theirs = store.get(one);

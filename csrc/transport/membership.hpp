@@ -52,7 +52,7 @@ struct JoinRequest {
   std::string members;
   Duration timeout{};
   std::string site{};               // equal on all ranks of a host
-  Sharing sharing = Sharing::none;  // at most, with the other ranks if all are on this host and want it too
+  Sharing sharing = Sharing::none;  // at most, with the other ranks of this host if all of them want it too
 };
 
 struct Joined {
@@ -60,7 +60,7 @@ struct Joined {
   std::uint32_t chunk_bytes = 0;  // the smallest that any rank asked for
   // Ranks by host and by site (levels[0], levels[1]), both in the order of their first ranks.
   std::vector<std::vector<std::vector<std::int32_t>>> levels;
-  std::unique_ptr<HostTeam> team;  // when all ranks share memory, as all of them know
+  std::shared_ptr<HostTeam> team;  // the ranks of this host, when they share memory, as all of them know
 };
 
 // Blocks until every rank has published. Throws Error(timeout) naming the ranks that have not, Error(mismatch) when

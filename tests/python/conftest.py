@@ -37,24 +37,25 @@ def road(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 @pytest.fixture(scope="module")
-def families() -> Iterator[dict[int, Ranks]]:
-    made: dict[int, Ranks] = {}
+def families() -> Iterator[dict[tuple[int, str], Ranks]]:
+    made: dict[tuple[int, str], Ranks] = {}
     yield made
     for family in made.values():
         family.close()
 
 
 @pytest.fixture
-def run(families: dict[int, Ranks]) -> Callable[..., list[Any]]:
+def run(families: dict[tuple[int, str], Ranks]) -> Callable[..., list[Any]]:
     """``run(world, function, *arguments)`` on the processes of that world, which have no group."""
 
     def call(world: int, function: Callable[..., Any], *arguments: Any, deadline: float = 60) -> list[Any]:
-        if world not in families or not families[world].usable:
-            families[world] = Ranks(world)
+        key = world, ENVIRONMENT["TORCH_IROH_SHARED_MEMORY"]
+        if key not in families or not families[key].usable:
+            families[key] = Ranks(world)
         try:
-            return families[world].run(function, *arguments, deadline=deadline)
+            return families[key].run(function, *arguments, deadline=deadline)
         except BaseException:
-            families[world].close()
+            families[key].close()
             raise
 
     return call

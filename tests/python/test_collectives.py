@@ -36,6 +36,7 @@ SMALL_CHUNK = 4096
 # How bytes get from rank to rank: two algorithms over iroh, shared memory with and without reading the other process.
 ROADS = ["ring", "direct", "shared", "buffered"]
 DEFAULT_ROADS = ["auto", "shared", "buffered"]
+MESSAGE_ROADS = ["auto", "shared"]
 
 INTEGERS = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
 HALVES = ["float16", "bfloat16"]
@@ -679,12 +680,12 @@ def scenario_send_recv(rank: int, dtype: str, sizes: list[int]) -> Ledger:
 @pytest.mark.parametrize("world", [2, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_send_and_recv_between_all_pairs(run, world, dtype):
-    run(world, scenario_send_recv, dtype, [0, 1, 1009])
+    run(world, scenario_send_recv, dtype, [0, 1, 1009], roads=MESSAGE_ROADS)
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_send_and_recv_of_megabytes_both_ways_at_once(run, world):
-    run(world, scenario_send_recv, "float32", [LARGE])
+    run(world, scenario_send_recv, "float32", [LARGE], roads=MESSAGE_ROADS)
 
 
 def scenario_tags(rank: int) -> Ledger:
@@ -716,7 +717,7 @@ def scenario_tags(rank: int) -> Ledger:
 
 
 def test_messages_of_many_tags_may_be_received_in_any_order(run):
-    run(2, scenario_tags)
+    run(2, scenario_tags, roads=MESSAGE_ROADS)
 
 
 def scenario_recv_anyone(rank: int) -> Ledger:
@@ -739,7 +740,7 @@ def scenario_recv_anyone(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_recv_from_anyone_names_the_sender(run, world):
-    run(world, scenario_recv_anyone)
+    run(world, scenario_recv_anyone, roads=MESSAGE_ROADS)
 
 
 def scenario_batch(rank: int) -> Ledger:
@@ -761,7 +762,7 @@ def scenario_batch(rank: int) -> Ledger:
 
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_batch_isend_irecv_around_a_ring(run, world):
-    run(world, scenario_batch)
+    run(world, scenario_batch, roads=MESSAGE_ROADS)
 
 
 # ---- coalesced, functional, object collectives ----

@@ -198,7 +198,6 @@ def send_or_receive(rank: int, world: int, store: str, case: str) -> Attempt:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.over_iroh
 @pytest.mark.parametrize("case", SENT)
 def test_send_and_recv_that_do_not_match_are_both_named_on_every_rank(tmp_path: Path, world: int, case: str) -> None:
     with Ranks(world) as ranks:
@@ -439,7 +438,6 @@ def receive_or_not(rank: int, world: int, store: str) -> Attempt | None:
     return attempt(lambda: dist.recv(floats(4), 1)) if rank == 0 else None
 
 
-@pytest.mark.over_iroh
 def test_recv_that_nobody_sends_times_out_naming_the_sender(tmp_path: Path) -> None:
     with Ranks(2) as ranks:
         ranks.start(receive_or_not, 2, str(tmp_path / "store"))
@@ -490,7 +488,6 @@ def test_rank_that_destroys_its_group_is_named_at_once_to_those_who_wait_for_it(
         assert outcomes[2].value.took < DESTROYED_WITHIN, outcomes[2]
 
 
-@pytest.mark.over_iroh
 def test_recv_from_anyone_ends_at_once_when_everyone_else_has_left(tmp_path: Path) -> None:
     with Ranks(3) as ranks:
         ranks.run(join_and_sum, 3, str(tmp_path / "store"))

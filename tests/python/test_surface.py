@@ -443,7 +443,7 @@ def send_ahead(rank: int, world: int, store: str, count: int) -> bool:
     return right
 
 
-def test_twenty_thousand_messages_may_wait_for_a_receiver(run, store):
+def test_twenty_thousand_messages_may_wait_for_a_receiver(road, run, store):
     assert run(2, send_ahead, 2, store, 20_000, deadline=100) == [True, True]
 
 
@@ -476,7 +476,7 @@ def leave_unread(rank: int, world: int, store: str) -> tuple[float, str]:
     return time.monotonic() - begun, ""
 
 
-def test_a_message_kept_for_a_rank_that_left_holds_nobody_up(run, store):
+def test_a_message_kept_for_a_rank_that_left_holds_nobody_up(road, run, store):
     assert run(2, leave_unread, 2, store)[0][0] < 5
 
 
@@ -491,7 +491,7 @@ def head_leaves(rank: int, world: int, store: str) -> str:
     return made.error
 
 
-def test_monitored_barrier_ends_when_rank_0_leaves(run, store):
+def test_monitored_barrier_ends_when_rank_0_leaves(road, run, store):
     assert "rank 0 is gone" in run(2, head_leaves, 2, store)[1]
 
 

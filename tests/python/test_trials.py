@@ -1,4 +1,4 @@
-"""Random collectives over every road: each trial draws operation, road, dtype, size and root, and checks every element.
+"""Random collectives and messages over every road: each trial draws operation, road, dtype, size and root, and checks every element.
 
 TEST_SEED=n draws others; TEST_TRIALS_SECONDS=n goes on for n seconds in each world (default 8).
 
@@ -44,8 +44,12 @@ ROADS = {
         name: {"algorithm": name, "chunk_bytes": 4096}
         for name in ("ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck", "hierarchical")
     },
+    # The same schedules with messages through shared memory, in a ring's slots and across several of them.
+    "tree, shared": {"algorithm": "tree", "shared_memory": "auto", "chunk_bytes": 4096},
+    "ring, shared": {"algorithm": "ring", "shared_memory": "auto", "chunk_bytes": 1 << 20},
 }
-OPERATIONS = ["all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter", "all_to_all"]
+OPERATIONS = ["all_reduce", "reduce", "reduce_scatter", "broadcast", "all_gather", "gather", "scatter"]
+OPERATIONS += ["all_to_all", "send_recv"]
 AT_ONCE = 4  # operations in flight
 
 
@@ -101,6 +105,14 @@ def start(ledger, label, kind, dtype, op, size, root, seed, group, wait):
         work = dist.reduce_scatter_tensor(output, parts[rank], torch_op(op, rank), **calls)
         own = [wide(part)[rank * size : (rank + 1) * size] for part in parts]
         return lambda: (finish(work), ledger.near(label, output, *reduced(dtype, op, own)))
+    if kind == "send_recv":  # around the ranks, by a distance that all draw alike
+        to, source = (rank + 1 + root) % world, (rank - 1 - root) % world
+        want, output = random_bits(dtype, size, seed, source), torch.zeros(size, dtype=torch_dtype)
+        mine = random_bits(dtype, size, seed, rank)
+        if to == rank:
+            return lambda: ledger.true(label, True, "")
+        works = [dist.isend(mine, to, group=group), dist.irecv(output, source, group=group)]
+        return lambda: ([work.wait() for work in works], ledger.equal(label, output, want))
     if kind == "broadcast":
         want = random_bits(dtype, size, seed, root)
         output = want.clone() if rank == root else torch.zeros(size, dtype=torch_dtype)
