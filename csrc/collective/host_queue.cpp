@@ -183,16 +183,20 @@ bool HostQueue::begin_next(std::optional<TimePoint>& again) {
 TimePoint HostQueue::look_after(Current& current, TimePoint now) {
   if (current.queued.deadline <= now) throw late();
   const auto waiting = current.run->waiting_for();
-  current.run->check_sources();
-  for (const int rank : waiting) {
-    if (team_->standing(rank) == HostTeam::Standing::left) {
-      throw Error(ErrorKind::peer_gone, "rank " + std::to_string(rank) + " is gone: it left the group");
+  const auto listen = [&] {
+    current.run->check_sources();
+    for (const int rank : waiting) {
+      if (team_->standing(rank) == HostTeam::Standing::left) {
+        throw Error(ErrorKind::peer_gone, "rank " + std::to_string(rank) + " is gone: it left the group");
+      }
     }
-  }
+  };
+  listen();
   if (current.look_at == TimePoint{}) current.look_at = after(now, kFirstLook);
   if (now >= current.look_at) {
     current.look_at = after(now, HostWatch::kInterval);
     if (const auto gone = watch_.look(*team_, waiting, now)) {
+      listen();  // what it has said since, before it ended, tells more
       throw Error(ErrorKind::peer_gone, "rank " + std::to_string(gone->rank) + " is gone: " + gone->why);
     }
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <utility>
 
 #include "base/error.hpp"
@@ -28,6 +29,26 @@ std::size_t shown_bytes(const Request& request, const HostCut& cut, std::size_t 
   return cut.rounds > 1 ? HostTeam::kWindowBytes : most_shown_elements(request) * element;
 }
 
+// How many of its own elements this rank lets others take.
+std::uint64_t own_shown_elements(const Request& request) {
+  const auto sum = [](const std::vector<std::uint64_t>& blocks) {
+    return std::accumulate(blocks.begin(), blocks.end(), std::uint64_t{0});
+  };
+  const bool root = request.rank == request.root;
+  switch (request.op) {
+    case Op::all_reduce:
+    case Op::reduce: return request.count;
+    case Op::broadcast: return root ? request.count : 0;
+    case Op::all_gather:
+    case Op::gather: return request.blocks[static_cast<std::size_t>(request.rank)];
+    case Op::reduce_scatter: return sum(request.blocks);
+    case Op::scatter: return root ? sum(request.blocks) : 0;
+    case Op::all_to_all: return sum(request.send_blocks);
+    case Op::barrier: break;
+  }
+  return 0;
+}
+
 }  // namespace
 
 HostRun::HostRun(HostTeam& team, const Request& request, const Work& work, std::string description, Place place)
@@ -52,6 +73,22 @@ HostRun::HostRun(HostTeam& team, const Request& request, const Work& work, std::
       std::memcpy(scaled_.get(), work_.input, count * element_);
       scale(work_.dtype, scaled_.get(), count, work_.premul);
     }
+  }
+  if (direct_) make_readable();
+}
+
+// What others would read directly, if the kernel let them, is shown as a copy.
+void HostRun::make_readable() {
+  const bool shows_output = request_.op == Op::all_reduce || request_.op == Op::broadcast;
+  const std::byte* const shown = shows_output ? work_.output : work_.input;
+  const std::size_t bytes = own_shown_elements(request_) * element_;
+  if (scaled_ || transport::is_readable_by_others(shown, bytes)) return;
+  readable_ = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  std::memcpy(readable_.get(), shown, bytes);
+  if (!shows_output) {
+    work_.input = readable_.get();
+  } else {
+    callers_output_ = std::exchange(work_.output, readable_.get());
   }
 }
 
@@ -135,6 +172,7 @@ std::optional<HostRun::Blocked> HostRun::step() {
           if (auto blocked = need_all(phase_of(turn, kDone))) return blocked;
         }
         if (++round_ == rounds_) {
+          if (callers_output_ != nullptr) std::memcpy(callers_output_, work_.output, request_.count * element_);
           moment_ = Moment::over;
           return std::nullopt;
         }

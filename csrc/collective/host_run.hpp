@@ -48,6 +48,7 @@ class HostRun {
   std::uint64_t phase_of(std::uint64_t turn, std::uint64_t moment) const { return turn * 4 + moment; }
   std::optional<Blocked> need(int rank, std::uint64_t phase) const;
   std::optional<Blocked> need_all(std::uint64_t phase);
+  void make_readable();
   void begin_round();
   void show();
   void check_call(int rank) const;
@@ -63,7 +64,7 @@ class HostRun {
 
   transport::HostTeam& team_;
   const Request request_;
-  const Work work_;
+  Work work_;
   const std::string description_;
   const std::size_t element_;
   const Place place_;
@@ -76,7 +77,9 @@ class HostRun {
   int next_rank_ = 0;  // up to here every rank is known to have come as far as the moment needs
   std::unique_ptr<std::byte[]> scratch_;
   std::unique_ptr<std::byte[]> scaled_;
-  std::unique_ptr<std::byte[]> buffer_;  // for terms read from other processes
+  std::unique_ptr<std::byte[]> readable_;  // stands for the caller's buffer, which others cannot read
+  std::byte* callers_output_ = nullptr;    // where the result goes then
+  std::unique_ptr<std::byte[]> buffer_;    // for terms read from other processes
   std::unique_ptr<float[]> wide_;
 };
 

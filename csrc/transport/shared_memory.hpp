@@ -55,6 +55,10 @@ class ProcessHandle {
   int descriptor_ = -1;
 };
 
+// Whether other processes can read these bytes of this one: not so for what a driver has mapped (a device's pinned
+// memory), or for secret memory.
+bool is_readable_by_others(const std::byte* bytes, std::size_t count);
+
 // Equal for two processes exactly when they run under one kernel and see the same processes, files and network. Empty
 // where that cannot be told (not Linux, no /proc).
 std::string host_identity();

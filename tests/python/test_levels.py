@@ -41,16 +41,21 @@ def uplink_bytes(name: str) -> int:
 
 
 def measure(
-    rank: int, names: list[str], host_of: list[int], store: str, algorithms: list[str]
-) -> dict[str, tuple[float, int, bool]]:
-    """By algorithm: seconds of one all_reduce, bytes that this rank's host sent meanwhile, and is the sum exact."""
+    rank: int, names: list[str], host_of: list[int], store: str, algorithms: list[str], memory: str
+) -> tuple[dict[str, tuple[float, int, bool]], dict[int, str]]:
+    """By algorithm: seconds of one all_reduce, bytes that this rank's host sent meanwhile, and is the sum exact.
+
+    And by which path each peer was reached that data went to.
+    """
     world = len(host_of)
     name = names[host_of[rank]]
     enter(host_of[rank], names)
+    os.environ["TORCH_IROH_SHARED_MEMORY"] = memory
     dist.init_process_group(
         "iroh", store=dist.FileStore(store), rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     found = {}
+    paths: dict[int, str] = {}
     for algorithm in algorithms:
         group = dist.new_group(pg_options=torch_iroh.Options(algorithm=algorithm), timeout=timedelta(seconds=60))
         tensor = torch.ones(BYTES // 4)
@@ -64,9 +69,10 @@ def measure(
         seconds = time.monotonic() - begun
         time.sleep(0.3)
         exact = bool(torch.all(tensor == world * (world + 1) // 2))
+        paths |= {peer.rank: peer.path for peer in torch_iroh.stats(group).peers if peer.bytes_sent > 0}
         found[algorithm] = seconds, uplink_bytes(name) - before, exact
     dist.destroy_process_group()
-    return found
+    return found, paths
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,12 +81,16 @@ def _namespaces() -> None:
         pytest.skip(why)
 
 
+@pytest.mark.parametrize("memory", ["off", "auto"])
 @pytest.mark.parametrize(
     ("host_of", "ring_is_slower"), [([0, 0, 1, 1], 1.2), ([0, 1, 0, 1], 1.8)], ids=["contiguous", "interleaved"]
 )
-def test_a_slow_link_carries_two_participants_not_four(tmp_path: Path, host_of: list[int], ring_is_slower: float):
+def test_a_slow_link_carries_two_participants_not_four(
+    tmp_path: Path, host_of: list[int], ring_is_slower: float, memory: str
+):
     with shaped.shaped(2, bits_per_second=BITS_PER_SECOND, delay=0.005) as names, Ranks(4) as ranks:
-        found = ranks.run(measure, names, host_of, str(tmp_path / "store"), ["auto", "ring"], deadline=120)
+        outcomes = ranks.run(measure, names, host_of, str(tmp_path / "store"), ["auto", "ring"], memory, deadline=120)
+    found = [one for one, _ in outcomes]
     assert all(exact for one in found for _, _, exact in one.values())
     seconds = {name: max(one[name][0] for one in found) for name in found[0]}
     print(f"{seconds}, bytes {[one['auto'][1] for one in found]} with levels, {[one['ring'][1] for one in found]} ring")
@@ -89,6 +99,10 @@ def test_a_slow_link_carries_two_participants_not_four(tmp_path: Path, host_of: 
         assert one["auto"][1] < 1.1 * BYTES, one
         assert one["ring"][1] > 1.4 * BYTES, one
     assert seconds["ring"] > ring_is_slower * seconds["auto"], seconds
+    for rank, (_, paths) in enumerate(outcomes):
+        for peer, path in paths.items():
+            shares = memory == "auto" and host_of[peer] == host_of[rank]
+            assert (path == "shared memory") == shares, (rank, peer, path)
 
 
 def disagree_on_site(rank: int, store: str) -> str:

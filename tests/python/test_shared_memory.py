@@ -5,6 +5,8 @@ That collectives are right and failures are named is tested on both roads: test_
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import threading
 import time
@@ -23,6 +25,7 @@ import torch_iroh
 
 pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/ns/pid"), reason="shared memory needs Linux")
 
+MEMFD_SECRET = 447  # the number of the system call, on every architecture
 BIG = 16 << 20  # float32 elements: 64 MiB
 
 
@@ -60,8 +63,6 @@ def other_namespace(rank: int, store: str) -> set[str]:
 
 
 def _unshare_ipc() -> None:
-    import ctypes
-
     clone_newipc = 0x08000000
     if ctypes.CDLL(None, use_errno=True).unshare(clone_newipc) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
@@ -218,3 +219,68 @@ def test_a_rank_that_waits_does_not_spin(tmp_path: Path):
     with Ranks(2) as ranks:
         spent = ranks.run(wake_late, 2, str(tmp_path / "store"))
     assert spent[0] < 0.1, spent
+
+
+# ---- memory that other processes cannot read, as the pinned memory of a device may be ----
+
+
+def secret_tensor(values: torch.Tensor) -> torch.Tensor:
+    """`values` in memory that process_vm_readv is refused (memfd_secret, Linux 5.14). Raises OSError without it."""
+    descriptor = ctypes.CDLL(None, use_errno=True).syscall(MEMFD_SECRET, 0)
+    if descriptor < 0:
+        raise OSError(ctypes.get_errno(), "memfd_secret")
+    size = max(1, values.numel() * values.element_size())
+    os.ftruncate(descriptor, size)
+    memory = mmap.mmap(descriptor, size)
+    os.close(descriptor)
+    tensor = torch.frombuffer(memory, dtype=values.dtype, count=values.numel())
+    return tensor.copy_(values)
+
+
+def collectives_on_secret_memory(rank: int, world: int, store: str, secretive: list[int]) -> list[str]:
+    join_shared(rank, world, store)
+    place = secret_tensor if rank in secretive else torch.clone
+    count = 300_007  # beyond what goes through windows
+
+    def numbers(of: int, size: int) -> torch.Tensor:
+        return torch.arange(size, dtype=torch.float32) % 1000 + of
+
+    wrong = []
+
+    def expect(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+        if not torch.equal(got, want):
+            wrong.append(name)
+
+    total = sum(numbers(of, count) for of in range(world))
+    tensor = place(numbers(rank, count))
+    dist.all_reduce(tensor)
+    expect("all_reduce", tensor, total)
+    tensor = place(numbers(rank, count))
+    dist.broadcast(tensor, 1)
+    expect("broadcast", tensor, numbers(1, count))
+    tensor = place(numbers(rank, count))
+    dist.reduce(tensor, 1)
+    expect("reduce", tensor, total if rank == 1 else numbers(rank, count))
+    gathered = place(torch.zeros(world * count))
+    dist.all_gather_into_tensor(gathered, place(numbers(rank, count)))
+    expect("all_gather", gathered, torch.cat([numbers(of, count) for of in range(world)]))
+    shard = place(torch.zeros(count))
+    dist.reduce_scatter_tensor(shard, place(numbers(rank, world * count)))
+    whole = sum(numbers(of, world * count) for of in range(world))
+    expect("reduce_scatter", shard, whole[rank * count : (rank + 1) * count])
+    exchanged = place(torch.zeros(world * count))
+    dist.all_to_all_single(exchanged, place(numbers(rank, world * count)))
+    mine = slice(rank * count, (rank + 1) * count)
+    expect("all_to_all", exchanged, torch.cat([numbers(of, world * count)[mine] for of in range(world)]))
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("secretive", [[0], [0, 1, 2]], ids=["one", "all"])
+def test_tensors_that_other_processes_cannot_read_are_shown_as_copies(tmp_path: Path, secretive: list[int]):
+    try:
+        secret_tensor(torch.ones(1))
+    except OSError as error:
+        pytest.skip(f"this kernel has no secret memory: {error}")
+    with Ranks(3) as ranks:
+        assert ranks.run(collectives_on_secret_memory, 3, str(tmp_path / "store"), secretive) == [[]] * 3

@@ -1,4 +1,4 @@
-"""Random collectives and messages over every road: each trial draws operation, road, dtype, size and root, and checks every element.
+"""Random collectives and messages over every road: a trial draws operation, road, dtype, size and root.
 
 TEST_SEED=n draws others; TEST_TRIALS_SECONDS=n goes on for n seconds in each world (default 8).
 
