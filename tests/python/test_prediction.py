@@ -75,12 +75,14 @@ def join(rank: int, world: int, store: str, **options: object) -> None:
 Spans = list[list[tuple[float, float]]]  # by size and round: begun, ended
 
 
-def timed(rank: int, names: list[str], store: str, algorithm: str, counts: list[int]) -> Spans:
+def timed(rank: int, world: int, names: list[str], store: str, algorithm: str, counts: list[int]) -> Spans:
+    """The hosts of `names` have equally many ranks, in order; none: loopback."""
     shaped.first_in_line()
     if names:
-        shaped.enter(names[rank])
-        os.environ["TORCH_IROH_BIND"] = f"{shaped.address(rank)}:0"
-    join(rank, len(names) or 2, store, algorithm=algorithm)
+        host = rank * len(names) // world
+        shaped.enter(names[host])
+        os.environ["TORCH_IROH_BIND"] = f"{shaped.address(host)}:0"
+    join(rank, world, store, algorithm=algorithm)
     found = []
     for count in counts:
         spans(count, WARM)
@@ -97,7 +99,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
     store = str(tmp_path_factory.mktemp("costs") / "store")
     counts = [1, 4 * MEBI]  # elements of 4 bytes
     with Ranks(2) as ranks:
-        of_ranks = ranks.run(timed, [], store, "direct", counts, deadline=60)
+        of_ranks = ranks.run(timed, 2, [], store, "direct", counts, deadline=60)
     small, large = (median_seconds([one[i] for one in of_ranks]) for i in range(len(counts)))
     # Of a direct all_reduce between two, each rank sends and receives the whole once, in two messages of half of it;
     # of one element there are two messages, one after the other, each with a processor at both its ends.
@@ -106,26 +108,36 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> Costs:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("world", "bits_per_second", "algorithm"),
-    [(2, 100e6, "direct"), (4, 100e6, "ring"), (4, 100e6, "direct"), (8, 30e6, "ring")],
+    ("world", "hosts", "bits_per_second", "algorithm"),
+    [
+        (2, 2, 100e6, "direct"),
+        (4, 4, 100e6, "ring"),
+        (4, 4, 100e6, "direct"),
+        (8, 8, 30e6, "ring"),
+        (4, 2, 100e6, "hierarchical"),
+        (6, 3, 30e6, "hierarchical"),
+    ],
 )
-def test_prediction_is_within_25_percent_of_what_is_measured(costs, tmp_path, world, bits_per_second, algorithm):
+def test_prediction_is_within_25_percent_of_what_is_measured(costs, tmp_path, world, hosts, bits_per_second, algorithm):
     # The largest first: its rounds open the congestion windows.
     sizes = [int(seconds * bits_per_second / 8) // 4 * 4 for seconds in (0.5, 0.05)]
-    with shaped.shaped(world, bits_per_second=bits_per_second, delay=DELAY) as names, Ranks(world) as ranks:
+    with shaped.shaped(hosts, bits_per_second=bits_per_second, delay=DELAY) as names, Ranks(world) as ranks:
         counts = [size // 4 for size in sizes]
-        of_ranks = ranks.run(timed, names, str(tmp_path / "store"), algorithm, counts, deadline=200)
+        of_ranks = ranks.run(timed, world, names, str(tmp_path / "store"), algorithm, counts, deadline=200)
     link = Link(
         latency=DELAY,
         bandwidth=bits_per_second / 8 * PAYLOAD,
         message_seconds=costs.message_seconds,
         byte_seconds=costs.byte_seconds,
     )
+    inside = Link(latency=0.0, bandwidth=float("inf"), message_seconds=costs.message_seconds, byte_seconds=costs.byte_seconds)
     lines = [f"{costs}, {bits_per_second / 1e6:g} Mbit/s, {DELAY * 1e3:g} ms"]
     ratios = []
     for i, size in enumerate(sizes):
         measured = median_seconds([one[i] for one in of_ranks])
-        predicted = torch_iroh.plan(bytes=size, world=world, wan=link, algorithm=algorithm).predicted_seconds
+        predicted = torch_iroh.plan(
+            bytes=size, world=world, ranks_per_host=world // hosts, host=inside, wan=link, algorithm=algorithm
+        ).predicted_seconds
         ratios.append(predicted / measured)
         lines.append(
             f"{algorithm:>8} {world} ranks {size:>8} bytes: predicted {predicted * 1e3:7.1f} ms, "
