@@ -134,18 +134,17 @@ std::optional<HostRun::Blocked> HostRun::step() {
         begin_round();
         show();
         team_.advance_to(phase_of(turn, kShown));
+        plan_transfers();
         next_rank_ = 1;
         moment_ = Moment::take;
         break;
       case Moment::take:
+        if (auto blocked = transfer(phase_of(turn, kShown), false)) return blocked;
         for (; next_rank_ < request_.world; ++next_rank_) {
           const int peer = wrap(request_.rank + next_rank_, request_.world);
           if (!takes_from(peer)) continue;
           if (auto blocked = need(peer, phase_of(turn, kShown))) return blocked;
           check_call(peer);
-          for (const auto& one : plan_.takes) {
-            if (one.from.peer == peer) take(one);
-          }
         }
         if (request_.op == Op::all_to_all && round_ == 0) agree_on_rounds();
         if (!plan_.terms.empty()) reduce_terms();
@@ -153,15 +152,14 @@ std::optional<HostRun::Blocked> HostRun::step() {
           check_sources();
           team_.advance_to(phase_of(turn, kReduced));
         }
+        transfers_.clear();
+        for (const auto& one : plan_.takes_of_sums) transfers_.push_back({.take = &one});
         next_rank_ = 0;
         moment_ = Moment::sums;
         break;
       case Moment::sums:
-        for (; next_rank_ < static_cast<int>(plan_.takes_of_sums.size()); ++next_rank_) {
-          const auto& one = plan_.takes_of_sums[static_cast<std::size_t>(next_rank_)];
-          if (auto blocked = need(one.from.peer, phase_of(turn, kReduced))) return blocked;
-          take(one);
-        }
+        // What was added up last is still in the cache.
+        if (auto blocked = transfer(phase_of(turn, kReduced), true)) return blocked;
         check_sources();
         team_.advance_to(phase_of(turn, kDone));
         next_rank_ = 0;
@@ -215,9 +213,6 @@ void HostRun::show() {
     for (const auto& one : plan_.shows) {
       std::memcpy(window + one.in_window * element_, at(one.from), one.from.count * element_);
     }
-  }
-  for (const auto& one : plan_.copies) {
-    if (at(one.to) != at(one.from)) std::memmove(at(one.to), at(one.from), one.to.count * element_);
   }
 }
 
@@ -282,10 +277,51 @@ const std::byte* HostRun::shown(const Shown& from, std::uint64_t element, std::u
   return buffer;
 }
 
-void HostRun::take(const HostRound::Take& one) {
-  std::byte* const to = at(one.to);
-  const std::byte* const from = shown(one.from, 0, one.to.count, to);
-  if (from != to) std::memcpy(to, from, one.to.count * element_);
+void HostRun::plan_transfers() {
+  transfers_.clear();
+  for (const auto& one : plan_.copies) {
+    if (at(one.to) != at(one.from)) transfers_.push_back({.copy = &one, .ready = true});
+  }
+  for (const auto& one : plan_.takes) transfers_.push_back({.take = &one});
+}
+
+std::optional<HostRun::Blocked> HostRun::transfer(std::uint64_t phase, bool backwards) {
+  for (;;) {
+    Transfer* next = nullptr;
+    int missing = -1;
+    for (Transfer& one : transfers_) {
+      if (one.done == one.to().count) continue;
+      if (!one.ready) {
+        const int peer = one.take->from.peer;
+        if (need(peer, phase)) {
+          if (missing < 0) missing = peer;
+          continue;
+        }
+        check_call(peer);
+        one.ready = true;
+      }
+      // All ranks are at about the same place of all ranges, so what one has read another finds in the cache.
+      if (next == nullptr || one.done < next->done) next = &one;
+    }
+    if (next != nullptr) {
+      move_piece(*next, backwards);
+    } else if (missing >= 0) {
+      return Blocked{missing, phase};
+    } else {
+      return std::nullopt;
+    }
+  }
+}
+
+void HostRun::move_piece(Transfer& one, bool backwards) {
+  const std::uint64_t all = one.to().count;
+  const std::uint64_t count = std::min(kPieceBytes / element_, all - one.done);
+  const std::uint64_t first = backwards ? all - one.done - count : one.done;
+  one.done += count;
+  std::byte* const to = at(one.to(), first);
+  const std::byte* const from =
+      one.take != nullptr ? shown(one.take->from, first, count, to) : at(one.copy->from, first);
+  if (from != to) std::memcpy(to, from, count * element_);
 }
 
 void HostRun::reduce_terms() {

@@ -45,6 +45,15 @@ class HostRun {
  private:
   enum class Moment : std::uint8_t { enter, take, sums, done, over };
 
+  struct Transfer {
+    const HostRound::Take* take = nullptr;  // else `copy`
+    const HostRound::Copy* copy = nullptr;  // of this rank's own bytes
+    std::uint64_t done = 0;                 // elements
+    bool ready = false;
+
+    const Slice& to() const { return take != nullptr ? take->to : copy->to; }
+  };
+
   std::uint64_t phase_of(std::uint64_t turn, std::uint64_t moment) const { return turn * 4 + moment; }
   std::optional<Blocked> need(int rank, std::uint64_t phase) const;
   std::optional<Blocked> need_all(std::uint64_t phase);
@@ -55,7 +64,10 @@ class HostRun {
   void check_amounts(int rank) const;
   void agree_on_rounds();
   bool takes_from(int rank) const;
-  void take(const HostRound::Take& one);
+  void plan_transfers();
+  // Moves what the ranks that have come as far as `phase` show, the range that is furthest behind first.
+  std::optional<Blocked> transfer(std::uint64_t phase, bool backwards);
+  void move_piece(Transfer& one, bool backwards);
   void reduce_terms();
 
   std::byte* at(const Slice& slice, std::uint64_t element = 0) const;
@@ -74,6 +86,7 @@ class HostRun {
   std::uint64_t round_ = 0;
   HostRound plan_;
   Moment moment_ = Moment::enter;
+  std::vector<Transfer> transfers_;
   int next_rank_ = 0;  // up to here every rank is known to have come as far as the moment needs
   std::unique_ptr<std::byte[]> scratch_;
   std::unique_ptr<std::byte[]> scaled_;

@@ -37,6 +37,9 @@ struct LinkOptions {
   bool operator==(const LinkOptions&) const = default;
 };
 
+// With which a connection to a peer that was given up is closed.
+inline constexpr std::uint32_t kCloseDead = 3;
+
 class Link : public std::enable_shared_from_this<Link> {
  public:
   // Called on polling or worker threads, never with a lock held. `on_frame` keeps the order of each lane.
