@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import scenarios
 from ranks import ENVIRONMENT, Ranks
 
 # Also for processes that a test starts without `ranks`.
@@ -64,3 +65,39 @@ def run(families: dict[tuple[int, str], Ranks]) -> Callable[..., list[Any]]:
 @pytest.fixture
 def store(tmp_path: Path) -> str:
     return str(tmp_path / "store")
+
+
+@pytest.fixture(scope="module")
+def scenario_families() -> Iterator[dict[int, Ranks]]:
+    made: dict[int, Ranks] = {}
+    yield made
+    for family in made.values():
+        family.close()
+
+
+@pytest.fixture
+def run_scenario(scenario_families: dict[int, Ranks], tmp_path: Path) -> Callable[..., None]:
+    """``run_scenario(world, scenario, *arguments)``: the scenario on each rank of that world's family, settled.
+
+    With the default group on each of `roads` in turn.
+    """
+
+    def call(
+        world: int,
+        scenario: Callable[..., scenarios.Ledger],
+        *arguments: Any,
+        roads: Sequence[str] = ("auto",),
+        deadline: float = 50.0,
+    ) -> None:
+        family = scenario_families.get(world)
+        if family is None or not family.usable:
+            family = scenario_families[world] = Ranks(world)
+            family.run(scenarios.join, world, str(tmp_path / "store"))
+        try:
+            for road in roads if world > 1 else roads[:1]:
+                scenarios.settle(family.run(scenarios.on_road, road, scenario, *arguments, deadline=deadline))
+        except BaseException:
+            family.close()  # its groups may be broken or out of step
+            raise
+
+    return call

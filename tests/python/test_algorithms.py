@@ -6,17 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from test_collectives import (
-    TIMEOUT,
-    Ledger,
-    joined,
-    random_bits,
-    random_numbers,
-    reduced,
-    seed_of,
-    settle,
-    wide,
-)
+from references import TIMEOUT, joined, random_bits, random_numbers, reduced, seed_of, wide
+from scenarios import Ledger, settle
 
 ALGORITHMS = ["ring_bidirectional", "tree", "butterfly", "bruck", "hierarchical"]
 CHUNK = 1024  # bytes: a thousand elements are several chunks

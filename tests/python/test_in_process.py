@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks, values_of
-from test_collectives import (
+from references import (
     BITWISE,
     COMPLEX,
     FACTORS,

@@ -130,7 +130,9 @@ def test_prediction_is_within_25_percent_of_what_is_measured(costs, tmp_path, wo
         message_seconds=costs.message_seconds,
         byte_seconds=costs.byte_seconds,
     )
-    inside = Link(latency=0.0, bandwidth=float("inf"), message_seconds=costs.message_seconds, byte_seconds=costs.byte_seconds)
+    inside = Link(
+        latency=0.0, bandwidth=float("inf"), message_seconds=costs.message_seconds, byte_seconds=costs.byte_seconds
+    )
     lines = [f"{costs}, {bits_per_second / 1e6:g} Mbit/s, {DELAY * 1e3:g} ms"]
     ratios = []
     for i, size in enumerate(sizes):

@@ -17,21 +17,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks
-from test_collectives import (
+from references import (
     DTYPES,
     OPS_OF,
     REDUCIBLE,
     SEED,
     TIMEOUT,
-    Ledger,
     joined,
     random_bits,
     random_numbers,
     reduced,
-    settle,
     torch_op,
     wide,
 )
+from scenarios import Ledger, settle
 
 import torch_iroh
 
