@@ -2,7 +2,7 @@
 
 TEST_SEED=n draws others; TEST_TRIALS_SECONDS=n goes on for n seconds in each world (default 8).
 
-    TEST_TRIALS_SECONDS=900 python -m pytest -s tests/python/test_trials.py
+    TEST_TRIALS_SECONDS=1200 python -m pytest -s -o faulthandler_timeout=0 tests/python/test_trials.py
 """
 
 from __future__ import annotations
