@@ -55,6 +55,7 @@ bench: $(VENV)/installed-test native
 	$(bin)/python benchmarks/stream.py $(ARGS)
 	$(bin)/python benchmarks/allreduce.py $(ARGS)
 	$(bin)/python benchmarks/host.py $(ARGS)
+	$(bin)/python benchmarks/messages.py
 	$(bin)/python benchmarks/ddp.py
 
 lint: $(VENV)/installed-dev

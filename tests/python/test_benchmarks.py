@@ -97,6 +97,15 @@ def test_host_verifies_every_collective_and_says_when_open_mpi_is_left_out():
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="shared memory needs Linux")
+def test_messages_are_verified_on_every_road():
+    (table,) = run_quick("messages.py")
+    assert [row["road"] for row in table] == ["gloo", "shared", "iroh"] * 2
+    assert {row["wrong"] for row in table} == {"0"}
+    assert all(0 < float(row["p50_us"]) <= float(row["p95_us"]) for row in table)
+
+
+@pytest.mark.timeout(240)
 def test_ddp_compares_a_step_with_what_it_must_cost():
     done = run("ddp.py", "--quick", "--deadline", "150")
     assert done.returncode == 0, done.stdout + done.stderr
