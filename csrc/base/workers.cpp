@@ -105,12 +105,20 @@ Workers& workers() {
 }
 
 void Strand::post(Task task) {
-  {
-    const std::lock_guard lock(mutex_);
-    tasks_.push_back(std::move(task));
-    if (running_) return;
-    running_ = true;
-  }
+  if (enqueue(std::move(task))) schedule();
+}
+
+void Strand::run(Task task) {
+  if (enqueue(std::move(task))) drain();
+}
+
+bool Strand::enqueue(Task task) {
+  const std::lock_guard lock(mutex_);
+  tasks_.push_back(std::move(task));
+  return !std::exchange(running_, true);
+}
+
+void Strand::schedule() {
   workers_.post([self = shared_from_this()] { self->drain(); });
 }
 
@@ -130,7 +138,7 @@ void Strand::drain() {
     }
     run_logged(task);
   }
-  workers_.post([self = shared_from_this()] { self->drain(); });
+  schedule();
 }
 
 }  // namespace torch_iroh

@@ -49,14 +49,20 @@ class Workers {
 // The threads that move every group of this process forward: two, started by the first group.
 Workers& workers();
 
-// Tasks posted to one strand run one after the other, in order, on whichever thread is free.
+// Tasks of one strand run one after the other, in order, on whichever thread is free.
 class Strand : public std::enable_shared_from_this<Strand> {
  public:
   explicit Strand(Workers& workers) : workers_(workers) {}
   void post(Task task);
+  // On this thread, unless another is at it already: saves waking one. Never with a lock held that a task might want.
+  void run(Task task);
+
+  // `post` and `run` in two steps, for callers that hold a lock during the first. True: one of the others must follow.
+  bool enqueue(Task task);
+  void schedule();
+  void drain();
 
  private:
-  void drain();
 
   Workers& workers_;
   std::mutex mutex_;

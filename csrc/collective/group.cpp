@@ -90,6 +90,11 @@ void Group::post(Task task) {
   strand->post([self = std::move(self), task = std::move(task)] { task(); });
 }
 
+// For calls of the group's owner, whose thread is as good as another.
+void Group::run_or_post(Task task) {
+  strand_->run([self = shared_from_this(), task = std::move(task)] { task(); });
+}
+
 std::uint64_t Group::submit(CollectiveCall call) {
   const TimePoint deadline = after(Clock::now(), call.timeout);
   const bool drives = call.drives && !call.held;
@@ -107,10 +112,12 @@ std::uint64_t Group::submit(CollectiveCall call) {
   if (!call.request.hierarchy) call.request.hierarchy = options_.hierarchy;
   call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
   auto queued = std::make_shared<Queued>(Queued{sequence, std::move(call), deadline});
-  post([this, queued] {
+  const bool begins = strand_->enqueue([this, self = shared_from_this(), queued] {
     queue_.push_back(std::move(*queued));
     advance();
   });
+  lock.unlock();
+  if (begins) drives ? strand_->drain() : strand_->schedule();
   return sequence;
 }
 
@@ -153,7 +160,7 @@ PointToPointCall Group::counted(PointToPointCall call) {
 }
 
 void Group::send(PointToPointCall call) {
-  post([this, call = counted(std::move(call))]() mutable {
+  run_or_post([this, call = counted(std::move(call))]() mutable {
     if (const auto failed = failure()) {
       const Error error = explain(*failed, "send");
       return call.done(&error, -1);
@@ -169,7 +176,7 @@ void Group::send(PointToPointCall call) {
 }
 
 void Group::recv(PointToPointCall call) {
-  post([this, call = counted(std::move(call))]() mutable {
+  run_or_post([this, call = counted(std::move(call))]() mutable {
     if (const auto failed = failure()) {
       const Error error = explain(*failed, "recv");
       return call.done(&error, -1);
@@ -191,7 +198,7 @@ void Group::recv(PointToPointCall call) {
 }
 
 void Group::caller_waits_for_send(int peer, std::uint64_t id) {
-  post([this, peer, id] {
+  run_or_post([this, peer, id] {
     if (!failure()) run([&] { point_to_point_->caller_waits(peer, id); });
   });
 }

@@ -134,6 +134,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   Group(std::shared_ptr<transport::Transport> transport, const GroupOptions& options);
 
   void post(Task task);
+  void run_or_post(Task task);
   void advance();
   void begin(Queued queued);
   void run(const std::function<void()>& step);  // turns what it throws into a failure of the group
