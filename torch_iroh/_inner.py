@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch._C._distributed_c10d import Store
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def facts() -> Facts:
 
     if not (dist.is_nccl_available() and torch.cuda.is_available()):
         return Facts(False, "")
-    if not torch.cuda.is_initialized():
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return Facts(True, "")
     return Facts(True, str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid))
 
@@ -43,7 +43,9 @@ def make(name: str, store: Store, prefix: str, rank: int, size: int, timeout: ti
     """
     import torch.distributed as dist
 
-    place = dist.PrefixStore(prefix, store)
+    from torch._C._distributed_c10d import PrefixStore
+
+    place = PrefixStore(prefix, store)
     if name == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()

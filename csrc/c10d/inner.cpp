@@ -134,6 +134,12 @@ WorkPtr Inner::submit(Operation operation, const Asked& asked) {
     job->sequence = group->submit(std::move(between));
     work->set_sequence(job->sequence);
     const std::lock_guard lock(pulse_->mutex);
+    if (pulse_->closing) {
+      const Error error(ErrorKind::aborted,
+                        job->title() + ": the group was destroyed on rank " + std::to_string(rank_));
+      IrohWork::finish(std::move(job->work), &error);
+      return work;
+    }
     pulse_->jobs.push_back(std::move(job));
     if (!conductor_.joinable()) conductor_ = std::thread([this] { conduct(); });
   }
@@ -206,8 +212,8 @@ std::optional<Error> Inner::wait_for(const Signal& signal) {
   return Error(ErrorKind::aborted, running_->title() + ": the group ended before it");
 }
 
-std::chrono::milliseconds Inner::time_left() const {
-  const auto left = std::chrono::duration_cast<milliseconds>(running_->deadline - Clock::now());
+std::chrono::milliseconds Inner::time_to_give() const {
+  const auto left = std::chrono::duration_cast<milliseconds>(running_->deadline + patience_ - Clock::now());
   return std::max(left, milliseconds(1));
 }
 

@@ -65,7 +65,8 @@ class Inner : public std::enable_shared_from_this<Inner> {
   const Hosts& hosts() const { return hosts_; }
   const std::string& name() const { return inner_.name; }
   ::c10d::Backend& backend() const { return *inner_.backend; }
-  std::chrono::milliseconds time_left() const;
+  // For a call of the inner backend: more than the operation has, so that the operation's deadline comes first.
+  std::chrono::milliseconds time_to_give() const;
   // Until it is done, or, on a device, until the current stream will see it done. Throws when it fails, when the group
   // does, or at the operation's deadline.
   void await(const WorkPtr& work);

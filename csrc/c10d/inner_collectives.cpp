@@ -15,6 +15,7 @@
 #include <utility>
 
 #include <ATen/ATen.h>
+#include <ATen/DeviceAccelerator.h>
 
 #include "c10d/inner.hpp"
 #include "c10d/tensors.hpp"
@@ -57,7 +58,7 @@ bool reduced_everywhere(at::ScalarType type) {
 template <typename Options>
 Options options_for(const Inner& inner) {
   Options options;
-  options.timeout = inner.time_left();
+  options.timeout = inner.time_to_give();
   return options;
 }
 
@@ -122,7 +123,8 @@ std::byte* data_of(const at::Tensor& tensor) {
 bool Inner::covers(const Asked& asked) const {
   if (asked.inputs.empty() || asked.outputs.empty()) return false;
   const at::Tensor& like = asked.inputs.front();
-  const auto wanted = inner_.name == "nccl" ? at::kCUDA : at::kCPU;
+  // NCCL's device is the accelerator of this torch, or there is no NCCL.
+  const auto wanted = inner_.name == "nccl" ? at::getAccelerator().value_or(at::kCUDA) : at::kCPU;
   const auto fits = [&](const at::Tensor& tensor) {
     return tensor.defined() && tensor.layout() == at::kStrided && tensor.device().type() == wanted &&
            tensor.scalar_type() == like.scalar_type() && tensor.numel() > 0;

@@ -1,0 +1,797 @@
+"""A backend of torch inside each host, iroh between hosts: gloo inside, on hosts that are namespaces (hosts.py).
+
+NCCL, what it is for, needs two CUDA devices: the last test looks for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import hosts
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from families import Attempt, attempt, destroy, join
+from ranks import RankDied, Ranks, values_of
+from torch.distributed import ReduceOp
+
+import torch_iroh
+
+pytestmark = pytest.mark.timeout(300)
+
+# Which host each rank is on.
+LAYOUTS = {"2x2": [0, 0, 1, 1], "2x2 interleaved": [0, 1, 0, 1], "2+1": [0, 0, 1], "3x1": [0, 1, 2]}
+EVEN = LAYOUTS["2x2"]
+SIZES = [0, 1, 2, 13, 65_537]
+FLOATS = [torch.float32, torch.float64, torch.bfloat16]
+REDUCED = [*FLOATS, torch.int64]
+MOVED = [*REDUCED, torch.bool, torch.complex64, torch.float8_e4m3fn]
+ROUNDOFF = {torch.float32: 2.0**-24, torch.float64: 2.0**-53, torch.bfloat16: 2.0**-8}
+DEADLINE = 100.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    if why := hosts.obstacle():
+        pytest.skip(why)
+
+
+@contextlib.contextmanager
+def on_hosts(layout: list[int], environment: dict[str, str] | None = None) -> Iterator[Ranks]:
+    """Processes of ranks that are on their hosts and have no group."""
+    with hosts.hosts(max(layout) + 1) as ids, Ranks(len(layout), environment=environment) as ranks:
+        ranks.run(move, [ids[host] for host in layout])
+        yield ranks
+
+
+def move(rank: int, host_of: list[int]) -> None:
+    hosts.move_to(host_of[rank])
+
+
+# ---- values ----
+
+
+def values(rank: int, count: int, dtype: torch.dtype, salt: str = "") -> torch.Tensor:
+    """Numbers of one rank that any rank can make; of a size that no sum or product here leaves its dtype."""
+    seed = int.from_bytes(hashlib.sha256(f"{rank} {count} {dtype} {salt}".encode()).digest()[:8], "little")
+    random = np.random.default_rng(seed)
+    if dtype == torch.bool:
+        return torch.from_numpy(random.integers(0, 2, count)).to(dtype)
+    if dtype == torch.int64:
+        return torch.from_numpy(random.integers(-1000, 1000, count))
+    numbers = torch.from_numpy(random.uniform(0.5, 1.5, count) * random.choice([-1.0, 1.0], count))
+    return numbers.to(dtype)
+
+
+def expected(op: str, parts: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """The reduction of `parts` in float64 (integers: exact), and what one roundoff is worth there."""
+    wide = np.stack([part.to(torch.float64).numpy() if part.is_floating_point() else part.numpy() for part in parts])
+    if op == "MIN":
+        return wide.min(0), np.zeros_like(wide[0])
+    if op == "MAX":
+        return wide.max(0), np.zeros_like(wide[0])
+    if op == "PRODUCT":
+        return wide.prod(0), np.abs(wide.prod(0))
+    total, size = wide.sum(0), np.abs(wide).sum(0)
+    return (total / len(parts), size / len(parts)) if op == "AVG" else (total, size)
+
+
+def difference(what: str, got: torch.Tensor, op: str, parts: list[torch.Tensor]) -> list[str]:
+    want, size = expected(op, parts)
+    wide = got.to(torch.float64).numpy() if got.is_floating_point() else got.numpy()
+    slack = (len(parts) + 2) * ROUNDOFF.get(got.dtype, 0.0) * size
+    wrong = np.flatnonzero(np.abs(wide - want) > slack)
+    if wrong.size == 0:
+        return []
+    first = wrong[0]
+    return [f"{what}: {wrong.size} of {want.size} wrong, [{first}] is {wide[first]}, not {want[first]}"]
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    text = hashlib.sha256()
+    for tensor in tensors:
+        text.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+    return text.hexdigest()[:16]
+
+
+def reductions(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """Everything that reduces; what is wrong here, and digests of what all ranks must have alike."""
+    wrong: list[str] = []
+    shared: list[str] = []
+    for dtype in REDUCED:
+        for count in SIZES:
+            for op in ["SUM", "AVG", "MIN", "MAX", "PRODUCT"]:
+                if (op == "AVG" and not dtype.is_floating_point) or (count > 13 and op in ("MIN", "PRODUCT")):
+                    continue
+                what = f"{op} {dtype} {count}"
+                parts = [values(one, count, dtype, op) for one in range(world)]
+                mine = parts[rank].clone()
+                dist.all_reduce(mine, op=getattr(ReduceOp, op))
+                wrong += difference(f"all_reduce {what}", mine, op, parts)
+                shared.append(digest(mine))
+                root = count % world
+                mine = parts[rank].clone()
+                dist.reduce(mine, dst=root, op=getattr(ReduceOp, op))
+                if rank == root:
+                    wrong += difference(f"reduce {what}", mine, op, parts)
+                elif not torch.equal(mine, parts[rank]):
+                    wrong.append(f"reduce {what}: the input was changed")
+                blocks = [values(one, count * world, dtype, op) for one in range(world)]
+                output = torch.empty(count, dtype=dtype)
+                source = blocks[rank].clone()
+                dist.reduce_scatter_tensor(output, source, op=getattr(ReduceOp, op))
+                own = [part[rank * count : (rank + 1) * count] for part in blocks]
+                wrong += difference(f"reduce_scatter {what}", output, op, own)
+                if not torch.equal(source, blocks[rank]):
+                    wrong.append(f"reduce_scatter {what}: the input was changed")
+    factor = [0.5, -1.25, 2.0, 0.1][rank]
+    parts = [values(one, 1009, torch.float32) for one in range(world)]
+    scaled = [part * [0.5, -1.25, 2.0, 0.1][one] for one, part in enumerate(parts)]
+    mine = parts[rank].clone()
+    dist.all_reduce(mine, op=dist._make_nccl_premul_sum(factor))
+    wrong += difference("all_reduce PREMUL_SUM", mine, "SUM", scaled)
+    shared.append(digest(mine))
+    return wrong, shared
+
+
+def movements(rank: int, world: int) -> tuple[list[str], list[str]]:
+    wrong: list[str] = []
+    shared: list[str] = []
+    for dtype in MOVED:
+        for count in SIZES:
+            parts = [values(one, count, dtype) for one in range(world)]
+            whole = torch.empty(count * world, dtype=dtype)
+            dist.all_gather_into_tensor(whole, parts[rank])
+            pieces = [torch.empty(count, dtype=dtype) for _ in range(world)]
+            dist.all_gather(pieces, parts[rank])
+            for root in range(world):
+                mine = parts[rank].clone()
+                dist.broadcast(mine, src=root)
+                if digest(mine) != digest(parts[root]):
+                    wrong.append(f"broadcast {dtype} {count} from {root}")
+            if digest(whole) != digest(*parts):
+                wrong.append(f"all_gather_into_tensor {dtype} {count}")
+            if digest(*pieces) != digest(*parts):
+                wrong.append(f"all_gather {dtype} {count}")
+            shared.append(digest(whole))
+    return wrong, shared
+
+
+def strided(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """Tensors that are no stretch of memory, scalars, and leaves of a graph."""
+    wrong: list[str] = []
+    shared: list[str] = []
+    parts = [values(one, 35, torch.float32).view(5, 7) for one in range(world)]
+    for root in [None, 0, world - 1]:
+        mine = torch.zeros(7, 5).t()
+        mine.copy_(parts[rank])
+        if root is None:
+            dist.all_reduce(mine, op=ReduceOp.AVG)
+            shared.append(digest(mine))
+        else:
+            dist.reduce(mine, dst=root, op=ReduceOp.AVG)
+        if root in (None, rank):
+            wrong += difference(f"strided, root {root}", mine, "AVG", parts)
+        mine.copy_(parts[rank])
+        dist.broadcast(mine, src=root or 0)
+        if not torch.equal(mine, parts[root or 0]):
+            wrong.append(f"strided broadcast from {root}")
+    whole = torch.zeros(world, 7, 5).transpose(1, 2)
+    dist.all_gather_into_tensor(whole, parts[rank])
+    if not torch.equal(whole, torch.stack(parts)):
+        wrong.append("strided all_gather_into_tensor")
+    output = torch.zeros(7, 5).t()
+    dist.reduce_scatter_tensor(output, torch.stack([part.t() for part in parts]).transpose(1, 2))
+    wrong += difference("strided reduce_scatter", output, "SUM", [parts[rank]] * world)
+    scalar = torch.tensor(float(rank))
+    dist.all_reduce(scalar)
+    if scalar.item() != sum(range(world)):
+        wrong.append(f"scalar {scalar.item()}")
+    leaf = torch.ones(9, requires_grad=True)
+    dist.all_reduce(leaf.detach())
+    with torch.no_grad():
+        dist.broadcast(leaf, src=0)
+    if leaf.sum().item() != 9 * world:
+        wrong.append(f"leaf {leaf}")
+    with torch.inference_mode():
+        tensor = torch.full((9,), float(rank))
+        dist.all_reduce(tensor, op=ReduceOp.MAX)
+        if tensor.sum().item() != 9 * (world - 1):
+            wrong.append(f"inference tensor {tensor}")
+    return wrong, shared
+
+
+def uncovered(rank: int, world: int) -> tuple[list[str], list[str]]:
+    """What goes over iroh alone, between operations in parts: the numbers of both stay in step."""
+    wrong: list[str] = []
+    shared: list[str] = []
+    for dtype, op in [(torch.int64, ReduceOp.BXOR), (torch.int16, ReduceOp.SUM), (torch.complex64, ReduceOp.SUM)]:
+        ones = torch.ones(13, dtype=dtype) * (rank + 1)
+        dist.all_reduce(ones, op=op)
+        total = torch.ones(13)
+        dist.all_reduce(total)
+        if total.sum() != 13 * world:
+            wrong.append(f"after {dtype}: {total}")
+        shared.append(digest(ones))
+    listed = [torch.ones(3 + index) for index in range(2)]
+    dist.all_reduce_coalesced(listed)
+    if [one.sum().item() for one in listed] != [3 * world, 4 * world]:
+        wrong.append(f"all_reduce_coalesced: {listed}")
+    sent = torch.arange(world, dtype=torch.float32)
+    got = torch.empty(world)
+    dist.all_to_all_single(got, sent)
+    if not torch.equal(got, torch.full((world,), float(rank))):
+        wrong.append(f"all_to_all_single: {got}")
+    objects: list[Any] = [None] * world
+    dist.all_gather_object(objects, {"rank": rank})
+    if [one["rank"] for one in objects] != list(range(world)):
+        wrong.append(f"all_gather_object: {objects}")
+    dist.barrier()
+    torch_iroh.monitored_barrier()
+    return wrong, shared
+
+
+def in_group(
+    rank: int, world: int, store: str, check: Callable[[int, int], tuple[list[str], list[str]]]
+) -> tuple[list[str], list[str]]:
+    join(rank, world, store, inner="gloo")
+    found = check(rank, world)
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("check", [reductions, movements, strided, uncovered], ids=lambda check: str(check.__name__))
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_collective_equals_its_reference_with_equal_bits_on_all_ranks(
+    store: str, layout: str, check: Callable[..., Any]
+):
+    host_of = LAYOUTS[layout]
+    with on_hosts(host_of) as ranks:
+        found = ranks.run(in_group, len(host_of), store, check, deadline=DEADLINE)
+    assert [wrong for wrong, _ in found] == [[]] * len(host_of)
+    assert all(shared == found[0][1] for _, shared in found)
+
+
+# ---- what goes over iroh ----
+
+
+def sent_to(rank: int, host_of: list[int], store: str, inner: str, call: str, count: int) -> tuple[int, int, int]:
+    """Payload bytes of one collective to this rank's own host, and to others; and how many collectives it was."""
+    world = len(host_of)
+    join(rank, world, store, inner=inner, algorithm="ring")
+    dist.barrier()
+    before = torch_iroh.stats()
+    tensor = torch.full((count,), float(rank))
+    calls: dict[str, Callable[[], Any]] = {
+        "all_reduce": lambda: dist.all_reduce(tensor),
+        "broadcast": lambda: dist.broadcast(tensor, src=1),
+        "reduce": lambda: dist.reduce(tensor, dst=1),
+        "all_gather": lambda: dist.all_gather_into_tensor(torch.empty(count * world), tensor),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(count // world), tensor),
+    }
+    calls[call]()
+    after = torch_iroh.stats()
+    dist.barrier()
+    inside = outside = 0
+    for old, new in zip(before.peers, after.peers, strict=True):
+        bytes_sent = new.bytes_sent - old.bytes_sent
+        if host_of[new.rank] == host_of[rank]:
+            inside += bytes_sent
+        else:
+            outside += bytes_sent
+    dist.destroy_process_group()
+    return inside, outside, after.collectives - before.collectives
+
+
+@pytest.mark.parametrize(
+    ("call", "per_host"),
+    # Of two hosts: each sends its sums once and gets the other's; a root's host sends alone, or is sent to.
+    [
+        ("all_reduce", [1, 1]),
+        ("broadcast", [1, 0]),
+        ("reduce", [0, 1]),
+        ("all_gather", [2, 2]),
+        ("reduce_scatter", [0.5, 0.5]),
+    ],
+)
+def test_hosts_exchange_the_bytes_of_two_participants(store: str, call: str, per_host: list[float]):
+    count = 1 << 18
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(sent_to, EVEN, store, "gloo", call, count, deadline=DEADLINE)
+    print(call, found)
+    for host in range(2):
+        outside = sum(found[rank][1] for rank in range(4) if EVEN[rank] == host)
+        assert outside == per_host[host] * 4 * count
+    # Inside a host iroh carries the agreement: an empty message, or next to it.
+    assert all(inside < 64 for inside, _, _ in found)
+    assert all(collectives == 1 for _, _, collectives in found)
+
+
+def test_ranks_of_a_host_share_its_work_where_hosts_are_even(store: str):
+    count = 1 << 18
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(sent_to, EVEN, store, "gloo", "all_reduce", count, deadline=DEADLINE)
+    assert [outside for _, outside, _ in found] == [2 * count] * 4
+
+
+def test_without_an_inner_backend_four_take_part(store: str):
+    count = 1 << 18
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(sent_to, EVEN, store, "none", "all_reduce", count, deadline=DEADLINE)
+    assert sum(outside for _, outside, _ in found) == 2 * 6 * count  # of four in a ring, two send to the other host
+    assert all(inside + outside == 6 * count for inside, outside, _ in found)
+
+
+# ---- asynchronous ----
+
+
+def many_in_flight(rank: int, world: int, store: str) -> list[str]:
+    join(rank, world, store, inner="gloo")
+    tensors = [torch.full((1009 + 7 * index,), float(rank + index)) for index in range(50)]
+    begun = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
+    order: list[int] = []
+    futures = [
+        work.get_future().then(lambda done, index=index: order.append(index)) for index, work in enumerate(begun)
+    ]
+    for future in futures:
+        future.wait()
+    wrong = [] if sorted(order) == list(range(50)) else [f"callbacks {order}"]
+    for index, (work, tensor) in enumerate(zip(begun, tensors, strict=True)):
+        work.wait()
+        want = sum(range(world)) + world * index
+        if not work.is_completed() or not torch.all(tensor == want):
+            wrong.append(f"all_reduce {index}: {tensor[:3]} instead of {want}")
+    # On one tensor, in the order of the calls, though each goes another way.
+    one = torch.full((1009,), float(rank))
+    last = [
+        dist.all_reduce(one, async_op=True),
+        dist.broadcast(one, src=world - 1, async_op=True),
+        dist.all_reduce(one, op=ReduceOp.AVG, async_op=True),
+    ]
+    for work in last:
+        work.wait()
+    if not torch.all(one == sum(range(world))):
+        wrong.append(f"three on one tensor: {one[:3]}")
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+def test_many_in_flight_end_in_order_each_with_its_own_result(store: str, layout: str):
+    host_of = LAYOUTS[layout]
+    with on_hosts(host_of) as ranks:
+        assert ranks.run(many_in_flight, len(host_of), store, deadline=DEADLINE) == [[]] * len(host_of)
+
+
+def returns_at_once(rank: int, world: int, store: str, gate: str) -> tuple[bool, bool]:
+    """The last rank comes when the others have their Works; were a call to wait for it, nobody would ever come."""
+    join(rank, world, store, inner="gloo")
+    tensor = torch.ones(1009)
+    if rank == world - 1:
+        while not all(Path(f"{gate}{other}").exists() for other in range(world - 1)):
+            time.sleep(0.01)
+        dist.all_reduce(tensor)
+        dist.destroy_process_group()
+        return True, True
+    work = dist.all_reduce(tensor, async_op=True)
+    early = work.is_completed()
+    Path(f"{gate}{rank}").touch()
+    work.wait()
+    dist.destroy_process_group()
+    return not early, bool(torch.all(tensor == world))
+
+
+def test_an_asynchronous_call_waits_for_nobody(store: str, tmp_path: Path):
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(returns_at_once, 4, store, str(tmp_path / "gate"), deadline=DEADLINE)
+    assert found == [(True, True)] * 4
+
+
+def split_and_new(rank: int, world: int, store: str) -> list[str]:
+    join(rank, world, store, inner="gloo")
+    wrong = []
+    pairs = dist.new_group([0, 2, 3], pg_options=torch_iroh.Options(inner="gloo"))  # hosts 0, 1, 1
+    again = dist.new_group(pg_options=torch_iroh.Options(inner="gloo"))
+    for _ in range(3):
+        for group, members in [(pairs, [0, 2, 3]), (again, range(world)), (None, range(world))]:
+            if rank not in members:
+                continue
+            tensor = torch.full((1009,), float(rank + 1))
+            dist.all_reduce(tensor, group=group)
+            if not torch.all(tensor == sum(one + 1 for one in members)):
+                wrong.append(f"{members}: {tensor[:3]}")
+    dist.destroy_process_group()
+    return wrong
+
+
+def test_groups_beside_each_other_have_inner_backends_of_their_own(store: str):
+    with on_hosts(EVEN) as ranks:
+        assert ranks.run(split_and_new, 4, store, deadline=DEADLINE) == [[]] * 4
+
+
+# ---- DDP ----
+
+
+def model() -> torch.nn.Module:
+    torch.manual_seed(7)
+    return torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.Tanh(), torch.nn.Linear(33, 5)).double()
+
+
+def two_steps(net: torch.nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    for step in range(2):
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(net(inputs[step]), targets[step]).backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in net.parameters()]
+
+
+def data(world: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    return (
+        torch.randn(2, 4 * world, 16, generator=random, dtype=torch.float64),
+        torch.randn(2, 4 * world, 5, generator=random, dtype=torch.float64),
+    )
+
+
+def train(rank: int, world: int, store: str) -> list[torch.Tensor]:
+    join(rank, world, store, inner="gloo")
+    inputs, targets = data(world)
+    mine = slice(4 * rank, 4 * rank + 4)
+    net = model()
+    if rank > 0:  # DDP gives everyone rank 0's
+        for parameter in net.parameters():
+            parameter.data.zero_()
+    wrapped = torch.nn.parallel.DistributedDataParallel(net, bucket_cap_mb=0.001)
+    trained = two_steps(wrapped, inputs[:, mine], targets[:, mine])
+    del wrapped
+    dist.destroy_process_group()
+    return trained
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+def test_ddp_trains_as_one_process_does(store: str, layout: str):
+    host_of = LAYOUTS[layout]
+    world = len(host_of)
+    with on_hosts(host_of) as ranks:
+        found = ranks.run(train, world, store, deadline=DEADLINE)
+    alone = two_steps(copy.deepcopy(model()), *data(world))
+    for trained in found:
+        for got, first, want in zip(trained, found[0], alone, strict=True):
+            assert torch.equal(got, first)
+            torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-14)
+
+
+# ---- failures ----
+
+
+def sum_until_it_fails(rank: int, world: int, store: str, count: int) -> Attempt:
+    join(rank, world, store, inner="gloo")
+    dist.all_reduce(torch.ones(count))
+    Path(f"{store}.ready{rank}").touch()
+    tensor = torch.ones(count)
+    return attempt(*[lambda: dist.all_reduce(tensor, op=ReduceOp.MAX)] * 1_000_000)
+
+
+def idle_until_killed(rank: int, world: int, store: str, count: int) -> Attempt:
+    """The others begin an operation; this rank never does, and dies meanwhile."""
+    join(rank, world, store, inner="gloo")
+    dist.all_reduce(torch.ones(count))
+    Path(f"{store}.ready{rank}").touch()
+    time.sleep(1000)
+    raise AssertionError("still alive")
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize("layout", ["2x2", "2+1 of 4"])
+@pytest.mark.parametrize("state", ["busy", "idle"])
+def test_a_killed_rank_is_named_to_all_within_5_s(store: str, layout: str, victim: int, state: str):
+    host_of = EVEN if layout == "2x2" else [0, 1, 1, 1]
+    with on_hosts(host_of) as ranks:
+        others = [rank for rank in range(4) if rank != victim]
+        ranks.start(sum_until_it_fails, 4, store, 65_537, only=others)
+        ranks.start(sum_until_it_fails if state == "busy" else idle_until_killed, 4, store, 65_537, only=[victim])
+        until = time.monotonic() + 40
+        while not all(Path(f"{store}.ready{rank}").exists() for rank in range(4)):
+            assert time.monotonic() < until, "the ranks did not start"
+            time.sleep(0.02)
+        time.sleep(0.3)
+        killed = time.monotonic()
+        ranks.kill(victim)
+        outcomes = ranks.collect(40)
+    assert isinstance(outcomes[victim].error, RankDied)
+    for rank in others:
+        found = outcomes[rank].value
+        print(f"rank {rank} after {found.at - killed:.1f} s: {found.error}")
+        assert f"rank {victim} is gone" in found.error
+        assert found.at - killed < 5
+
+
+def leave_after_failure(rank: int) -> Attempt:
+    # Also what is called on a group that was destroyed fails, and does not hang.
+    group = dist.group.WORLD
+    destroyed = destroy()
+    again = attempt(lambda: group.allreduce([torch.ones(1009)]).wait())  # type: ignore[union-attr]
+    assert "destroyed" in again.error or "gone" in again.error, again.error
+    return destroyed
+
+
+def test_a_stopped_rank_is_named_and_holds_nobody_up(store: str):
+    with on_hosts(EVEN) as ranks:
+        ranks.start(sum_until_it_fails, 4, store, 65_537)
+        until = time.monotonic() + 40
+        while not all(Path(f"{store}.ready{rank}").exists() for rank in range(4)):
+            assert time.monotonic() < until, "the ranks did not start"
+            time.sleep(0.02)
+        time.sleep(0.2)
+        stopped = time.monotonic()
+        ranks.kill(1, signal.SIGSTOP)
+        for outcome in ranks.collect(40, only=[0, 2, 3]):
+            assert "rank 1 is gone" in outcome.value.error
+            assert outcome.value.at - stopped < 5
+        # gloo waits for the stopped rank until its own timeout; nobody waits for gloo.
+        ranks.start(leave_after_failure, only=[0, 2, 3])
+        for outcome in ranks.collect(40, only=[0, 2, 3]):
+            assert outcome.ok, outcome.text()
+            assert outcome.value.took < 10
+        ranks.kill(1)
+
+
+def stop_in_the_middle(rank: int, world: int, store: str) -> tuple[Attempt, Attempt, Attempt]:
+    """Rank 1 never calls; a short timeout ends the others, and the group stays broken with its first cause."""
+    join(rank, world, store, inner="gloo", timeout=20)
+    dist.all_reduce(torch.ones(1009))
+    if rank == 1:
+        time.sleep(4)
+        return attempt(), attempt(lambda: dist.all_reduce(torch.ones(3))), destroy()
+    options = dist.AllreduceOptions()
+    options.timeout = timedelta(seconds=1.5)
+    first = attempt(lambda: dist.group.WORLD.allreduce([torch.ones(1009)], options).wait())  # type: ignore[union-attr]
+    second = attempt(lambda: dist.all_reduce(torch.ones(1009)))
+    return first, second, destroy()
+
+
+def test_a_rank_that_does_not_call_is_named_when_the_time_is_up(store: str):
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(stop_in_the_middle, 4, store, deadline=DEADLINE)
+    print("\n".join(first.error for first, _, _ in found))
+    assert "Timed out waiting 1500ms on rank 0" in found[0][0].error or "rank 1" in found[0][0].error
+    for rank in (0, 2, 3):
+        first, second, left = found[rank]
+        assert "Timed out waiting 1500ms" in first.error and first.took < 4
+        assert second.error and second.took < 1
+        assert left.took < 10
+    assert found[1][1].error, "the late rank hears that the group is broken"
+    assert "rank 1" in found[0][0].error and "never began this operation" in found[0][0].error
+
+
+def call_differently(rank: int, world: int, store: str, odd: int, how: str) -> Attempt:
+    join(rank, world, store, inner="gloo", timeout=30)
+    tensor = torch.ones(1009)
+    calls: dict[str, Callable[[], Any]] = {
+        "broadcast": lambda: dist.broadcast(tensor, src=0),
+        "shape": lambda: dist.all_reduce(torch.ones(5000)),
+        "dtype": lambda: dist.all_reduce(torch.ones(1009, dtype=torch.int64)),
+        "uncovered": lambda: dist.all_reduce(torch.ones(1009, dtype=torch.int16)),
+    }
+    # A rank may hear of it while it is still in the first.
+    found = attempt(
+        lambda: dist.all_reduce(torch.ones(7)), calls[how] if rank == odd else lambda: dist.all_reduce(tensor)
+    )
+    destroy()
+    return found
+
+
+@pytest.mark.parametrize("how", ["broadcast", "shape", "dtype", "uncovered"])
+def test_different_calls_inside_a_host_are_an_error_that_names_both(store: str, how: str):
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(call_differently, 4, store, 1, how, deadline=DEADLINE)
+    print(found[0].error)
+    for one in found:
+        assert "the ranks disagree about" in one.error
+        assert "all_reduce(sum, float32[1009]" in one.error
+        assert one.took < 10
+
+
+def different_by_host(rank: int, world: int, store: str) -> Attempt:
+    join(rank, world, store, inner="gloo", timeout=30)
+    count = 1000 + rank // 2  # alike inside each host
+    found = attempt(lambda: dist.all_reduce(torch.ones(count)))
+    destroy()
+    return found
+
+
+def test_different_calls_of_two_hosts_are_an_error_that_names_both(store: str):
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(different_by_host, 4, store, deadline=DEADLINE)
+    for one in found:
+        assert "float32[1000]" in one.error and "float32[1001]" in one.error
+        assert one.took < 10
+
+
+def abort_in_flight(rank: int, world: int, store: str) -> tuple[Attempt, float]:
+    join(rank, world, store, inner="gloo", timeout=60)
+    dist.all_reduce(torch.ones(1009))
+    if rank == 1:  # the others wait for it
+        time.sleep(1)
+        dist.distributed_c10d._abort_process_group()
+        return attempt(), 0.0
+    work = [dist.all_reduce(torch.ones(1009), async_op=True) for _ in range(3)]
+    found = attempt(*[one.wait for one in work])
+    begun = time.monotonic()
+    destroy()
+    return found, time.monotonic() - begun
+
+
+def test_an_abort_ends_what_every_rank_has_in_flight(store: str):
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(abort_in_flight, 4, store, deadline=DEADLINE)
+    for rank in (0, 2, 3):
+        assert "aborted on rank 1" in found[rank][0].error
+        assert found[rank][1] < 10
+
+
+def leave_one_by_one(rank: int, world: int, store: str) -> bool:
+    join(rank, world, store, inner="gloo")
+    tensor = torch.full((65_537,), float(rank))
+    dist.all_reduce(tensor)
+    time.sleep(0.2 * rank)
+    dist.destroy_process_group()
+    return bool(torch.all(tensor == sum(range(world))))
+
+
+def test_ranks_that_leave_one_by_one_disturb_nobody(store: str):
+    with on_hosts(EVEN) as ranks:
+        ranks.start(leave_one_by_one, 4, store)
+        assert values_of(ranks.collect(DEADLINE)) == [True] * 4
+        assert all("gone" not in ranks.output(rank) for rank in range(4))
+
+
+SCRIPT = """
+import sys
+import torch, torch.distributed as dist
+import hosts, families
+rank = int(sys.argv[1])
+hosts.move_to(int(sys.argv[2]))
+families.join(rank, 4, sys.argv[3], inner="gloo")
+tensor = torch.ones(65_537)
+dist.all_reduce(tensor)
+dist.barrier()
+print(tensor.sum().item())
+"""
+
+
+def test_a_program_may_end_without_destroying_its_group(store: str):
+    folder = Path(__file__).parent
+    with hosts.hosts(2) as ids:
+        command = [sys.executable, "-c", SCRIPT]
+        started = [
+            subprocess.Popen(
+                [*command, str(rank), str(ids[EVEN[rank]]), store], cwd=folder, stdout=subprocess.PIPE, text=True
+            )
+            for rank in range(4)
+        ]
+        try:
+            for process in started:
+                output, _ = process.communicate(timeout=60)
+                assert (process.returncode, output) == (0, f"{4 * 65_537}.0\n")
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+
+
+# ---- the option ----
+
+
+def join_as(rank: int, world: int, store: str, inner: list[str]) -> Attempt:
+    found = attempt(lambda: join(rank, world, store, inner=inner[rank], timeout=20))
+    if not found.error:
+        destroy()
+    return found
+
+
+def test_ranks_that_disagree_about_the_option_hear_both(store: str):
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(join_as, 4, store, ["gloo", "gloo", "gloo", "none"], deadline=DEADLINE)
+    for one in found:
+        assert "the ranks disagree about the backend inside hosts" in one.error
+        assert "rank 0 has inner='gloo', rank 3 has inner='none'" in one.error
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_nccl_that_is_not_there_is_an_error_when_asked_for_and_none_by_itself(store: str):
+    with on_hosts(EVEN, {"TORCH_IROH_LOG": "info"}) as ranks:
+        for one in ranks.run(join_as, 4, store, ["nccl"] * 4, deadline=DEADLINE):
+            assert "inner='nccl' cannot be had: rank 0's torch has no NCCL, or no CUDA device" in one.error
+        for one in ranks.run(join_as, 4, store + "auto", ["auto"] * 4, deadline=DEADLINE):
+            assert one.error == ""
+        # Once in each process, for both groups.
+        ranks.run(join_as, 4, store + "again", ["auto"] * 4, deadline=DEADLINE)
+        assert ranks.output(0).count("device tensors go over iroh inside hosts too") == 1
+
+
+@pytest.mark.parametrize("layout", ["3x1", "one host"])
+def test_a_group_with_nothing_inside_or_nothing_between_is_as_without(store: str, layout: str):
+    host_of = {"3x1": [0, 1, 2], "one host": [0, 0, 0]}[layout]
+    with on_hosts(host_of, {"TORCH_IROH_LOG": "info", "TORCH_IROH_INNER": "gloo"}) as ranks:
+        assert ranks.run(sum_over, 3, store, deadline=DEADLINE) == [3.0] * 3
+        assert "inner='gloo' has nothing to do in a group of" in ranks.output(1)
+
+
+def sum_over(rank: int, world: int, store: str) -> float:
+    join(rank, world, store)
+    tensor = torch.ones(1)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.item()
+
+
+def test_a_wrong_name_is_refused_where_it_is_given(monkeypatch: pytest.MonkeyPatch):
+    allowed = "allowed: 'auto', 'nccl', 'gloo', 'none'"
+    with pytest.raises(ValueError, match=f"inner is 'mpi'; {allowed}"):
+        torch_iroh.Options(inner="mpi")
+    monkeypatch.setenv("TORCH_IROH_INNER", "ring")
+    with pytest.raises(ValueError, match=f"inner is 'ring'; {allowed}"):
+        torch_iroh.Options()
+    assert "inner='none'" in repr(torch_iroh.Options(inner="none"))
+
+
+# ---- NCCL ----
+
+
+def on_devices(rank: int, world: int, store: str, inner: str) -> tuple[list[str], list[str]]:
+    """Two hosts: of the first all devices but the last, of the second that one, all by NCCL inside and iroh between."""
+    torch.cuda.set_device(rank)
+    join(rank, world, store, inner=inner)
+    wrong: list[str] = []
+    shared: list[str] = []
+    for dtype in REDUCED:
+        for count in [1, 13, 65_537]:
+            parts = [values(one, count, dtype) for one in range(world)]
+            torch.cuda._sleep(2_000_000)
+            mine = parts[rank].cuda(non_blocking=True)
+            work = dist.all_reduce(mine, async_op=True)
+            work.wait()
+            result = mine.cpu()
+            wrong += difference(f"all_reduce {dtype} {count}", result, "SUM", parts)
+            shared.append(digest(result))
+            mine = parts[rank].cuda()
+            dist.broadcast(mine, src=world - 1)
+            if digest(mine.cpu()) != digest(parts[-1]):
+                wrong.append(f"broadcast {dtype} {count}")
+            whole = torch.empty(count * world, dtype=dtype, device="cuda")
+            dist.all_gather_into_tensor(whole, parts[rank].cuda())
+            if digest(whole.cpu()) != digest(*parts):
+                wrong.append(f"all_gather {dtype} {count}")
+    dist.destroy_process_group()
+    return wrong, shared
+
+
+@pytest.mark.skipif(
+    not (dist.is_nccl_available() and torch.cuda.device_count() >= 2), reason="needs NCCL and two CUDA devices"
+)
+@pytest.mark.parametrize("inner", ["auto", "nccl"])
+def test_nccl_inside_hosts(store: str, inner: str):
+    count = min(torch.cuda.device_count(), 4)
+    # Uneven with two or three devices; even with four.
+    host_of = [0, 0, 1, 1] if count == 4 else [0] * (count - 1) + [1]
+    if count == 2:
+        host_of = [0, 1]
+    with on_hosts(host_of, {"TORCH_IROH_LOG": "info"}) as ranks:
+        found = ranks.run(on_devices, count, store, inner, deadline=DEADLINE)
+        if count > 2:
+            assert "go through NCCL" in ranks.output(0) or inner == "nccl"
+    assert [wrong for wrong, _ in found] == [[]] * count
+    assert all(shared == found[0][1] for _, shared in found)
