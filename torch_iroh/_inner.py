@@ -42,7 +42,6 @@ def make(name: str, store: Store, prefix: str, rank: int, size: int, timeout: ti
         RuntimeError: this torch was built without it, or the ranks did not meet in time.
     """
     import torch.distributed as dist
-
     from torch._C._distributed_c10d import PrefixStore
 
     place = PrefixStore(prefix, store)

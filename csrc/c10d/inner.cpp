@@ -30,6 +30,7 @@ struct Inner::Signal {
 };
 
 struct Inner::Job {
+  std::function<void()> task;  // this and nothing else
   c10::intrusive_ptr<IrohWork> work;
   std::shared_ptr<Staging> staging;
   Parts parts;
@@ -147,6 +148,23 @@ WorkPtr Inner::submit(Operation operation, const Asked& asked) {
   return work;
 }
 
+bool Inner::busy() const {
+  const std::lock_guard lock(pulse_->mutex);
+  return pulse_->busy || !pulse_->jobs.empty();
+}
+
+void Inner::after_what_runs(std::function<void()> then) {
+  {
+    const std::lock_guard lock(pulse_->mutex);
+    if (pulse_->busy || !pulse_->jobs.empty()) {
+      pulse_->jobs.push_back(std::make_shared<Job>());
+      pulse_->jobs.back()->task = std::move(then);
+      return;
+    }
+  }
+  then();
+}
+
 void Inner::conduct() {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;  // gradients, leaves and inference tensors are just memory
@@ -161,6 +179,10 @@ void Inner::conduct() {
       job = std::move(pulse_->jobs.front());
       pulse_->jobs.pop_front();
       pulse_->busy = true;
+    }
+    if (job->task) {
+      job->task();
+      continue;
     }
     running_ = job.get();
     const auto error = run(*job);

@@ -57,6 +57,11 @@ class Inner : public std::enable_shared_from_this<Inner> {
   // `operation.description` is complete. Returns at once.
   WorkPtr submit(Operation operation, const Asked& asked);
 
+  // For operations of the group alone, which must not begin before what runs in parts has ended: `then` runs on the
+  // conductor after all that was submitted, or here and now when there is nothing.
+  bool busy() const;
+  void after_what_runs(std::function<void()> then);
+
   std::uint64_t agreements() const;  // how many numbers of the group were agreements
   void finish_for(Duration grace);   // returns early when nothing is in flight
   void close(bool orderly);          // after the group has ended; joins the conductor

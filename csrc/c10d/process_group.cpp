@@ -242,7 +242,9 @@ WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds 
   }
   const Duration limit = description.timeout;
   const auto staging = description.staging;
-  const bool held = staging && staging->end_of_loads();
+  const bool loads = staging && staging->end_of_loads();
+  const bool behind = inner_ && inner_->busy();
+  const bool held = loads || behind;
   auto work = c10::make_intrusive<IrohWork>(rank_, std::move(description));
   if (operation.parts.empty()) {
     IrohWork::finish(work, nullptr);
@@ -276,7 +278,12 @@ WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds 
     sequences.push_back(target.submit(std::move(part.call)));
   }
   work->set_sequence(sequences.back());
-  if (held) release_when_loaded(group_.shared(), staging, std::move(sequences));
+  if (!held) return work;
+  const auto release = [group = group_.shared(), staging, loads, sequences] {
+    if (loads) return release_when_loaded(group, staging, sequences);
+    for (const std::uint64_t sequence : sequences) group->release(sequence);
+  };
+  behind ? inner_->after_what_runs(release) : release();
   return work;
 }
 

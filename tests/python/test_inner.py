@@ -358,11 +358,16 @@ def many_in_flight(rank: int, world: int, store: str) -> list[str]:
         dist.all_reduce(one, async_op=True),
         dist.broadcast(one, src=world - 1, async_op=True),
         dist.all_reduce(one, op=ReduceOp.AVG, async_op=True),
+        dist.all_reduce(one.view(torch.int32), op=ReduceOp.BOR, async_op=True),  # over iroh alone
+        dist.all_reduce(one, op=ReduceOp.MAX, async_op=True),
     ]
+    dist.barrier()
+    if not all(work.is_completed() for work in last):
+        wrong.append("a barrier ended before what was called before it")
     for work in last:
         work.wait()
     if not torch.all(one == sum(range(world))):
-        wrong.append(f"three on one tensor: {one[:3]}")
+        wrong.append(f"five on one tensor: {one[:3]}")
     dist.destroy_process_group()
     return wrong
 
