@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
+_WATCHDOG_LATER = timedelta(minutes=1)
+
+
 @dataclass(frozen=True)
 class Facts:
     """What the other ranks must know of this process.
@@ -48,7 +51,8 @@ def make(name: str, store: Store, prefix: str, rank: int, size: int, timeout: ti
     if name == "nccl":
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
-        options._timeout = timeout
+        # The group ends its operations itself, and then aborts NCCL, whose watchdog would end the process.
+        options._timeout = timeout + _WATCHDOG_LATER
         return nccl(place, rank, size, options)
     if not dist.is_gloo_available():
         raise RuntimeError("this torch was built without gloo")

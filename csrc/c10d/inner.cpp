@@ -14,6 +14,9 @@
 namespace torch_iroh::c10d_backend {
 namespace {
 
+// The part between hosts has this much longer than the agreement in each host: who is missing is known where it is
+// missed, and must be heard before ranks of other hosts blame those who wait for it.
+constexpr Duration kNewsTravels = milliseconds(500);
 // For a failure to come back to who caused it, through the group's strand.
 constexpr Duration kEcho = milliseconds(1000);
 
@@ -125,7 +128,7 @@ WorkPtr Inner::submit(Operation operation, const Asked& asked) {
   };
   collective::CollectiveCall& between = job->parts.between;
   between.part_of = job->parts.title;
-  between.timeout = job->timeout;
+  between.timeout = job->timeout + kNewsTravels;
   between.held = true;
   between.work.keep = released_with_futures(std::move(between.work.keep));
   between.done = Pulse::set(pulse_, job->moved);

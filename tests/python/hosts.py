@@ -14,7 +14,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 
+from ranks import Ranks
+
 _CLONE_NEWIPC = 0x08000000
+
+# Which host each rank is on.
+LAYOUTS = {"2x2": [0, 0, 1, 1], "2x2 interleaved": [0, 1, 0, 1], "2+1": [0, 0, 1], "3x1": [0, 1, 2]}
+EVEN = LAYOUTS["2x2"]
+DEADLINE = 100.0  # of one call of all ranks
 
 
 def obstacle() -> str:
@@ -52,3 +59,15 @@ def move_to(host: int) -> None:
 
 def _namespace(pid: int) -> str:
     return os.readlink(f"/proc/{pid}/ns/ipc")
+
+
+@contextlib.contextmanager
+def on_hosts(layout: list[int], environment: dict[str, str] | None = None) -> Iterator[Ranks]:
+    """Processes of ranks that are on their hosts and have no group."""
+    with hosts(max(layout) + 1) as ids, Ranks(len(layout), environment=environment) as ranks:
+        ranks.run(move, [ids[host] for host in layout])
+        yield ranks
+
+
+def move(rank: int, host_of: list[int]) -> None:
+    move_to(host_of[rank])

@@ -6,6 +6,7 @@ The accelerator is simulated (simulated.py) and so is its backend (device_inner.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import device_inner
@@ -15,7 +16,7 @@ import simulated
 import test_device
 import torch
 import torch.distributed as dist
-from test_inner import DEADLINE, EVEN, LAYOUTS, on_hosts
+from hosts import DEADLINE, EVEN, LAYOUTS, on_hosts
 
 import torch_iroh
 
@@ -82,6 +83,29 @@ def test_iroh_carries_nothing_between_ranks_of_one_host(store: str):
 @pytest.mark.parametrize("layout", ["2x2", "2+1"])
 def test_memory_freed_after_the_call_is_kept_for_the_operation(store: str, layout: str):
     assert call(layout, test_device.freed_early, store) == [True] * len(LAYOUTS[layout])
+
+
+def dropped(rank: int, world: int, store: str) -> bool:
+    sim = test_device.join(rank, world, store)
+    right = True
+    for turn in range(10):
+        mine = test_device.late(torch.full((1009,), float(turn)))
+        work = dist.all_reduce(mine, async_op=True)
+        until = time.monotonic() + 30
+        while not work.is_completed() and time.monotonic() < until:
+            time.sleep(0.001)
+        del mine, work  # nobody waits for it, and the operation's stream has yet to write
+        time.sleep(0.01 * (turn % 2))
+        junk = [torch.full((1009,), -7.0, device="sim") for _ in range(3)]
+        sim.synchronize()
+        right = right and all(bool((one.cpu() == -7).all()) for one in junk)
+    dist.destroy_process_group()
+    return right
+
+
+@pytest.mark.parametrize("layout", ["2x2", "2+1"])
+def test_memory_of_a_result_that_nobody_waits_for_is_not_given_away(store: str, layout: str):
+    assert call(layout, dropped, store) == [True] * len(LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", ["2x2", "2+1"])
