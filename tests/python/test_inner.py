@@ -387,6 +387,15 @@ def split_and_new(rank: int, world: int, store: str) -> list[str]:
     wrong = []
     pairs = dist.new_group([0, 2, 3], pg_options=torch_iroh.Options(inner="gloo"))  # hosts 0, 1, 1
     again = dist.new_group(pg_options=torch_iroh.Options(inner="gloo"))
+    options = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    split = dist.group.WORLD.split_group([1, 2, 3], opts=options)  # type: ignore[union-attr]
+    if rank > 0:
+        tensor = torch.full((1009,), float(rank))
+        split.allreduce([tensor]).wait()
+        sent = split._get_backend(torch.device("cpu")).stats()["peers"]
+        inside = [peer["bytes_sent"] for peer in sent if rank > 1 and peer["rank"] > 0]
+        if not torch.all(tensor == 6) or any(one > 64 for one in inside):
+            wrong.append(f"split: {tensor[:3]}, {inside} bytes inside the host")
     for _ in range(3):
         for group, members in [(pairs, [0, 2, 3]), (again, range(world)), (None, range(world))]:
             if rank not in members:

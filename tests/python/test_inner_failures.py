@@ -137,6 +137,28 @@ def test_a_rank_that_does_not_call_is_named_when_the_time_is_up(store: str):
     assert "rank 1" in found[0][0].error and "never began this operation" in found[0][0].error
 
 
+def waits_shortly(rank: int, world: int, store: str) -> tuple[Attempt, Attempt]:
+    """Rank 1 never calls; rank 0 waits for a moment only, and the others for a future."""
+    join(rank, world, store, inner="gloo", timeout=30)
+    if rank == 1:
+        time.sleep(3)
+        return attempt(), destroy()
+    work = dist.all_reduce(torch.ones(1009), async_op=True)
+    if rank == 0:
+        time.sleep(0.3)
+        return attempt(lambda: work.wait(timedelta(seconds=0.2))), destroy()
+    return attempt(work.get_future().wait), destroy()
+
+
+def test_a_wait_that_ends_early_breaks_the_group_and_futures_tell(store: str):
+    with on_hosts(EVEN) as ranks:
+        found = ranks.run(waits_shortly, 4, store, deadline=DEADLINE)
+    assert "wait(200 ms) timed out on rank 0" in found[0][0].error
+    for rank in (2, 3):
+        assert "wait(200 ms) timed out on rank 0" in found[rank][0].error
+        assert found[rank][0].took < 10
+
+
 def call_differently(rank: int, world: int, store: str, odd: int, how: str) -> Attempt:
     join(rank, world, store, inner="gloo", timeout=30)
     tensor = torch.ones(1009)
