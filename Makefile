@@ -26,7 +26,7 @@ bin := $(VENV)/bin
 pip := $(bin)/python -m pip
 # As csrc/Makefile sees it, one folder below.
 native_python := $(if $(filter /%,$(VENV)),,../)$(bin)/python
-cpp_files = $(shell find csrc tests/cpp tests/accelerator -name '*.cpp' -o -name '*.hpp')
+cpp_files = $(shell find csrc tests/cpp tests/accelerator tests/accelerator_inner -name '*.cpp' -o -name '*.hpp')
 
 .NOTPARALLEL:  # pip compiles too; the makes below are the parallel ones
 .PHONY: demo test test-peer test-frameworks bench native unit unit-sanitized lint format clean distclean torch system-for-build system-for-test

@@ -8,6 +8,7 @@ class Options:
     connect: str | None
     shared_memory: str | None
     site: str | None
+    inner: str | None
     streams: int | None
     peer_timeout: float | None
     heartbeat: float | None
@@ -23,6 +24,7 @@ class Options:
         connect: str | None = None,
         shared_memory: str | None = None,
         site: str | None = None,
+        inner: str | None = None,
         streams: int | None = None,
         peer_timeout: float | None = None,
         heartbeat: float | None = None,

@@ -18,9 +18,9 @@ using IrohOptionsPtr = c10::intrusive_ptr<IrohOptions>;
 IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, std::optional<std::int64_t> chunk_bytes,
                             std::optional<std::string> algorithm, std::optional<std::string> connect,
                             std::optional<std::string> shared_memory, std::optional<std::string> site,
-                            std::optional<std::int64_t> streams, IrohOptions::Seconds peer_timeout,
-                            IrohOptions::Seconds heartbeat, IrohOptions::Seconds connect_timeout,
-                            std::optional<std::string> bind) {
+                            std::optional<std::string> inner, std::optional<std::int64_t> streams,
+                            IrohOptions::Seconds peer_timeout, IrohOptions::Seconds heartbeat,
+                            IrohOptions::Seconds connect_timeout, std::optional<std::string> bind) {
   auto options = c10::make_intrusive<IrohOptions>();
   if (timeout) options->timeout = *timeout;
   options->chunk_bytes = chunk_bytes;
@@ -28,6 +28,7 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
   options->connect = std::move(connect);
   options->shared_memory = std::move(shared_memory);
   options->site = std::move(site);
+  options->inner = std::move(inner);
   options->streams = streams;
   options->peer_timeout = peer_timeout;
   options->heartbeat = heartbeat;
@@ -39,6 +40,7 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
   options->resolved_eager();
   options->resolved_shared_memory();
   options->resolved_site();
+  options->resolved_inner();
   options->resolved_node_options();
   return options;
 }
@@ -52,7 +54,7 @@ std::string shown(const char* name, const std::optional<T>& value) {
 std::string repr(const IrohOptions& options) {
   std::string text = shown("chunk_bytes", options.chunk_bytes) + shown("algorithm", options.algorithm) +
                      shown("connect", options.connect) + shown("shared_memory", options.shared_memory) +
-                     shown("site", options.site) + shown("streams", options.streams) +
+                     shown("site", options.site) + shown("inner", options.inner) + shown("streams", options.streams) +
                      shown("peer_timeout", options.peer_timeout) + shown("heartbeat", options.heartbeat) +
                      shown("connect_timeout", options.connect_timeout) + shown("bind", options.bind);
   return "torch_iroh.Options(" + (text.empty() ? text : text.substr(2)) + ")";
@@ -108,6 +110,9 @@ Of this group:
         always through buffers. "off": through iroh. All ranks of a group do what all of them want.
     site (str): ranks that name the same site have a fast network between them; equal on all ranks of a host. Hosts that
         name none are sites of their own. Above 64 KiB a collective goes by levels (rank, host, site) where there are any.
+    inner (str): a backend of torch for the ranks of one host, in a group of several hosts; equal on all ranks. "auto"
+        (default): NCCL for CUDA tensors, if torch has it and each rank had chosen a device of its own when the group was
+        made. "nccl": that, or an error; "gloo": for CPU tensors; "none": iroh.
 
 Of this process; the first group decides, later groups must leave them unset or equal:
     streams (int): data streams per peer at most, 1 to 64; default 8. As many are used as the round-trip time asks for.
@@ -119,9 +124,9 @@ Of this process; the first group decides, later groups must leave them unset or 
 The group's timeout is ``init_process_group``'s ``timeout`` argument.
 )")
       .def(py::init([](const py::kwargs& kwargs) {
-        static const std::set<std::string> known = {
-            "chunk_bytes", "algorithm",    "connect",   "shared_memory",   "site",
-            "streams",     "peer_timeout", "heartbeat", "connect_timeout", "bind"};
+        static const std::set<std::string> known = {"chunk_bytes", "algorithm",       "connect", "shared_memory",
+                                                    "site",        "inner",           "streams", "peer_timeout",
+                                                    "heartbeat",   "connect_timeout", "bind"};
         for (const auto& [key, value] : kwargs) {
           const auto name = key.cast<std::string>();
           if (known.contains(name)) continue;
@@ -142,19 +147,20 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
                                  py::str(py::type::of(kwargs[name]).attr("__name__")).template cast<std::string>());
           }
         };
-        return make_options(std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
-                            get("algorithm", std::optional<std::string>()),
-                            get("connect", std::optional<std::string>()),
-                            get("shared_memory", std::optional<std::string>()),
-                            get("site", std::optional<std::string>()), get("streams", std::optional<std::int64_t>()),
-                            get("peer_timeout", std::optional<double>()), get("heartbeat", std::optional<double>()),
-                            get("connect_timeout", std::optional<double>()), get("bind", std::optional<std::string>()));
+        return make_options(
+            std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
+            get("algorithm", std::optional<std::string>()), get("connect", std::optional<std::string>()),
+            get("shared_memory", std::optional<std::string>()), get("site", std::optional<std::string>()),
+            get("inner", std::optional<std::string>()), get("streams", std::optional<std::int64_t>()),
+            get("peer_timeout", std::optional<double>()), get("heartbeat", std::optional<double>()),
+            get("connect_timeout", std::optional<double>()), get("bind", std::optional<std::string>()));
       }))
       .def_readonly("chunk_bytes", &IrohOptions::chunk_bytes)
       .def_readonly("algorithm", &IrohOptions::algorithm)
       .def_readonly("connect", &IrohOptions::connect)
       .def_readonly("shared_memory", &IrohOptions::shared_memory)
       .def_readonly("site", &IrohOptions::site)
+      .def_readonly("inner", &IrohOptions::inner)
       .def_readonly("streams", &IrohOptions::streams)
       .def_readonly("peer_timeout", &IrohOptions::peer_timeout)
       .def_readonly("heartbeat", &IrohOptions::heartbeat)
@@ -192,6 +198,19 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
         return to_dict(stats);
       });
 
+  set_inner_maker({
+      [] {
+        const py::gil_scoped_acquire gil;
+        const auto facts = py::module_::import("torch_iroh._inner").attr("facts")();
+        return InnerFacts{facts.attr("has_nccl").cast<bool>(), facts.attr("device").cast<std::string>()};
+      },
+      [](const std::string& name, const c10::intrusive_ptr<::c10d::Store>& store, const std::string& prefix, int rank,
+         int size, std::chrono::milliseconds timeout) {
+        const py::gil_scoped_acquire gil;
+        const auto make = py::module_::import("torch_iroh._inner").attr("make");
+        return make(name, store, prefix, rank, size, timeout).cast<c10::intrusive_ptr<::c10d::Backend>>();
+      },
+  });
   set_network_opener([] {
     const py::gil_scoped_acquire gil;
     py::module_::import("torch_iroh._native").attr("prepare_network")();

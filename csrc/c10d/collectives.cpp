@@ -51,6 +51,8 @@ WorkPtr ProcessGroupIroh::broadcast(Tensors& tensors, const ::c10d::BroadcastOpt
   const at::Tensor& tensor = only_tensor("broadcast", tensors);
   check_rank("broadcast", "root", opts.rootRank, size_);
   Operation all = operation("broadcast", ::c10d::OpType::BROADCAST, "iroh:broadcast", tensors, tensors);
+  const Asked asked{Op::broadcast, tensors, tensors, {}, static_cast<int>(opts.rootRank)};
+  if (auto work = by_hosts(all, asked, opts.timeout, !opts.asyncOp)) return work;
   all.add_reduce(Op::broadcast, tensor, {}, static_cast<int>(opts.rootRank));
   return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
@@ -62,6 +64,8 @@ WorkPtr ProcessGroupIroh::allreduce(Tensors& tensors, const ::c10d::AllreduceOpt
   }
   const at::Tensor& tensor = only_tensor("allreduce", tensors);
   Operation all = operation("allreduce", ::c10d::OpType::ALLREDUCE, "iroh:all_reduce", tensors, tensors);
+  const Asked asked{Op::all_reduce, tensors, tensors, opts.reduceOp};
+  if (auto work = by_hosts(all, asked, opts.timeout, !opts.asyncOp)) return work;
   all.add_reduce(Op::all_reduce, tensor, opts.reduceOp, 0);
   return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
@@ -78,6 +82,10 @@ WorkPtr ProcessGroupIroh::allreduce_sparse(Tensors& tensors, const ::c10d::Allre
 WorkPtr ProcessGroupIroh::allreduce_coalesced(Tensors& tensors, const ::c10d::AllreduceCoalescedOptions& opts) {
   constexpr const char* op = "allreduce_coalesced";
   Operation all = operation(op, ::c10d::OpType::ALLREDUCE_COALESCED, "iroh:all_reduce", tensors, tensors);
+  if (tensors.size() == 1) {
+    const Asked asked{Op::all_reduce, tensors, tensors, opts.reduceOp};
+    if (auto work = by_hosts(all, asked, opts.timeout, !opts.asyncOp)) return work;
+  }
   for (const at::Tensor& tensor : tensors) {
     check_tensor(op, tensor);
     all.add_reduce(Op::all_reduce, tensor, opts.reduceOp, 0);
@@ -89,6 +97,8 @@ WorkPtr ProcessGroupIroh::reduce(Tensors& tensors, const ::c10d::ReduceOptions& 
   const at::Tensor& tensor = only_tensor("reduce", tensors);
   check_rank("reduce", "root", opts.rootRank, size_);
   Operation all = operation("reduce", ::c10d::OpType::REDUCE, "iroh:reduce", tensors, tensors);
+  const Asked asked{Op::reduce, tensors, tensors, opts.reduceOp, static_cast<int>(opts.rootRank)};
+  if (auto work = by_hosts(all, asked, opts.timeout, !opts.asyncOp)) return work;
   all.add_reduce(Op::reduce, tensor, opts.reduceOp, static_cast<int>(opts.rootRank));
   return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
@@ -99,8 +109,9 @@ WorkPtr ProcessGroupIroh::allgather(TensorLists& outputs, Tensors& inputs, const
   const Tensors& list = only_list("allgather", outputs);
   check_list_length("allgather", "output", list.size(), size_);
   Operation all = operation("allgather", ::c10d::OpType::ALLGATHER, "iroh:all_gather", inputs, list);
-  all.add_gather(Op::all_gather, list, inputs, 0);
   all.give_lists(outputs);
+  if (auto work = by_hosts(all, {Op::all_gather, list, inputs}, opts.timeout, !opts.asyncOp)) return work;
+  all.add_gather(Op::all_gather, list, inputs, 0);
   return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
 
@@ -135,6 +146,9 @@ WorkPtr ProcessGroupIroh::allgather_into_tensor_coalesced(Tensors& outputs, Tens
   constexpr const char* op = "allgather_into_tensor";
   check_pairs(op, outputs, inputs);
   Operation all = operation(op, ::c10d::OpType::_ALLGATHER_BASE, "iroh:all_gather", inputs, outputs);
+  if (inputs.size() == 1) {
+    if (auto work = by_hosts(all, {Op::all_gather, outputs, inputs}, opts.timeout, !opts.asyncOp)) return work;
+  }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     all.add_gather(Op::all_gather, all.split_evenly("the output", outputs[i], inputs[i]), {inputs[i]}, 0);
   }
@@ -182,6 +196,8 @@ WorkPtr ProcessGroupIroh::reduce_scatter(Tensors& outputs, TensorLists& inputs,
   const Tensors& list = only_list(op, inputs);
   check_list_length(op, "input", list.size(), size_);
   Operation all = operation(op, ::c10d::OpType::REDUCE_SCATTER, "iroh:reduce_scatter", list, outputs);
+  const Asked asked{Op::reduce_scatter, outputs, list, opts.reduceOp};
+  if (auto work = by_hosts(all, asked, opts.timeout, !opts.asyncOp)) return work;
   all.add_reduce_scatter(output, list, opts.reduceOp);
   return submit(std::move(all), opts.timeout, !opts.asyncOp);
 }
@@ -200,6 +216,10 @@ WorkPtr ProcessGroupIroh::reduce_scatter_tensor_coalesced(Tensors& outputs, Tens
   constexpr const char* op = "reduce_scatter_tensor";
   check_pairs(op, outputs, inputs);
   Operation all = operation(op, ::c10d::OpType::_REDUCE_SCATTER_BASE, "iroh:reduce_scatter", inputs, outputs);
+  if (inputs.size() == 1) {
+    const Asked asked{Op::reduce_scatter, outputs, inputs, opts.reduceOp};
+    if (auto work = by_hosts(all, asked, opts.timeout, !opts.asyncOp)) return work;
+  }
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     all.add_reduce_scatter(outputs[i], all.split_evenly("the input", inputs[i], outputs[i]), opts.reduceOp);
   }

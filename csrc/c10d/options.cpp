@@ -94,6 +94,14 @@ std::string IrohOptions::resolved_site() const {
   return name;
 }
 
+std::string IrohOptions::resolved_inner() const {
+  std::string name = text_option(inner, "TORCH_IROH_INNER").value_or("auto");
+  if (name != "auto" && name != "nccl" && name != "gloo" && name != "none") {
+    refuse("inner", "'" + printable(name) + "'", "'auto', 'nccl', 'gloo', 'none'");
+  }
+  return name;
+}
+
 transport::Sharing IrohOptions::resolved_shared_memory() const {
   using transport::Sharing;
   const std::string name = text_option(shared_memory, "TORCH_IROH_SHARED_MEMORY").value_or("auto");

@@ -26,6 +26,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   std::optional<std::string> connect;        // "lazy" (default): on first use; "eager": all peers at once
   std::optional<std::string> shared_memory;  // "auto" (default): between ranks of one host; "buffered", "off"
   std::optional<std::string> site;           // ranks that name the same site have a fast network between them
+  std::optional<std::string> inner;          // backend inside hosts: "auto" (default), "nccl", "gloo", "none"
   // Of this process: the first group decides.
   std::optional<std::int64_t> streams;  // data streams per peer at most, default 8
   Seconds peer_timeout;                 // silence after which a peer is dead, default 3
@@ -38,6 +39,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   std::optional<collective::Algorithm> resolved_algorithm() const;
   bool resolved_eager() const;
   std::string resolved_site() const;
+  std::string resolved_inner() const;
   transport::Sharing resolved_shared_memory() const;
   // Values that nobody set are those of the node that already runs, if one does.
   link::NodeOptions resolved_node_options() const;

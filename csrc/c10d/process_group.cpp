@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/rank_text.hpp"
+#include "c10d/held.hpp"
 #include "c10d/tensors.hpp"
 #include "collective/hierarchy.hpp"
 #include "transport/in_process.hpp"
@@ -69,8 +70,9 @@ bool shares_collectives(const transport::Joined& joined, const collective::Group
   return joined.team && joined.team->is_whole() && !options.algorithm;
 }
 
+// `hosts` becomes the ranks by host.
 std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
-                                              const IrohOptions& options) {
+                                              const IrohOptions& options, std::vector<Hosts::Ranks>& hosts) {
   collective::GroupOptions group_options;
   group_options.name = options.group_name;
   group_options.chunk_bytes = options.resolved_chunk_bytes();
@@ -90,6 +92,7 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   request.sharing = options.resolved_shared_memory();
   request.site = options.resolved_site();
   auto joined = transport::join_group(adapter, link::Node::shared(node_options), request);
+  hosts = joined.levels.front();
   group_options.chunk_bytes = joined.chunk_bytes;
   group_options.hierarchy =
       hierarchy_of(size, joined.levels, group_options.algorithm == collective::Algorithm::hierarchical);
@@ -107,12 +110,6 @@ c10::intrusive_ptr<IrohOptions> options_for(const char* op, const c10::intrusive
   return c10::make_intrusive<IrohOptions>(*options);
 }
 
-// Threads that wait for devices, one operation each: those that move bytes must never do that.
-Workers& device_waiters() {
-  static PerProcess<Workers> shared([] { return std::make_unique<Workers>(4); });
-  return shared.get();
-}
-
 }  // namespace
 
 void set_network_opener(std::function<void()> opener) {
@@ -123,14 +120,24 @@ ProcessGroupIroh::ProcessGroupIroh(const c10::intrusive_ptr<::c10d::Store>& stor
                                    c10::intrusive_ptr<IrohOptions> options)
     : ::c10d::Backend(rank, size), options_(std::move(options)) {
   try {
-    group_.assign(make_group(store, rank, size, *options_));
+    std::vector<Hosts::Ranks> hosts;
+    group_.assign(make_group(store, rank, size, *options_, hosts));
+    if (!hosts.empty()) make_inner_parts(store, Hosts(std::move(hosts), rank));
   } catch (const Error& error) {
     std::rethrow_exception(to_torch(error));
   }
 }
 
+void ProcessGroupIroh::make_inner_parts(const c10::intrusive_ptr<::c10d::Store>& store, Hosts hosts) {
+  StoreAdapter keys(store);
+  auto chosen = make_inner(store, keys, hosts, {options_->resolved_inner(), rank_, size_, options_->timeout});
+  if (!chosen) return;
+  const Duration patience = options_->resolved_node_options().link.peer_timeout + std::chrono::milliseconds(1000);
+  inner_.assign(Inner::make(std::move(*chosen), std::move(hosts), group_.shared(), patience));
+}
+
 ProcessGroupIroh::~ProcessGroupIroh() {
-  if (!group_.in_child() && group_) group_->shutdown();
+  if (!group_.in_child() && group_) shutdown();
 }
 
 collective::Group& ProcessGroupIroh::group() const {
@@ -141,13 +148,19 @@ collective::Group& ProcessGroupIroh::group() const {
 }
 
 void ProcessGroupIroh::shutdown() {
-  if (!group_.in_child()) group_->shutdown();
+  if (group_.in_child()) return;
+  // As the group does with what it has in flight itself.
+  if (inner_) inner_->finish_for(std::chrono::milliseconds(500));
+  const bool broken = group_->failure().has_value();
+  group_->shutdown();
+  if (inner_) inner_->close(!broken);
 }
 
 void ProcessGroupIroh::abort() {
   if (group_.in_child()) return;
   group_->abort(Error(ErrorKind::aborted, "the group was aborted on rank " + std::to_string(rank_)));
   group_->shutdown();
+  if (inner_) inner_->close(false);
 }
 
 ::c10d::ErrorType ProcessGroupIroh::getError() {
@@ -165,7 +178,9 @@ std::uint64_t ProcessGroupIroh::getSequenceNumberForGroup() {
 }
 
 collective::GroupStats ProcessGroupIroh::stats() const {
-  return group().stats();
+  collective::GroupStats stats = group().stats();
+  if (inner_) stats.collectives -= std::min(stats.collectives, inner_->agreements());
+  return stats;
 }
 
 c10::intrusive_ptr<::c10d::Backend> ProcessGroupIroh::split(const c10::intrusive_ptr<::c10d::Store>& store,
@@ -209,12 +224,25 @@ std::function<void(const std::string&)> ProcessGroupIroh::breaks_group() const {
   };
 }
 
-WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for) {
-  collective::Group& target = group();
-  IrohWork::Description& description = operation.description;
+void ProcessGroupIroh::complete(IrohWork::Description& description, std::chrono::milliseconds timeout,
+                                bool waited_for) const {
   description.timeout = timeout_or_default(timeout);
   description.give_up = breaks_group();
   description.waited_for = waited_for;
+}
+
+WorkPtr ProcessGroupIroh::by_hosts(Operation& operation, const Asked& asked, std::chrono::milliseconds timeout,
+                                   bool waited_for) {
+  group();  // says so in a forked child
+  if (!inner_ || !inner_->covers(asked)) return nullptr;
+  complete(operation.description, timeout, waited_for);
+  return inner_->submit(std::move(operation), asked);
+}
+
+WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for) {
+  collective::Group& target = group();
+  IrohWork::Description& description = operation.description;
+  complete(description, timeout, waited_for);
   std::vector<std::function<void()>> afters;
   for (Operation::Part& part : operation.parts) {
     if (part.after) afters.push_back(std::move(part.after));
@@ -226,7 +254,9 @@ WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds 
   }
   const Duration limit = description.timeout;
   const auto staging = description.staging;
-  const bool held = staging && staging->end_of_loads();
+  const bool loads = staging && staging->end_of_loads();
+  const bool behind = inner_ && inner_->busy();
+  const bool held = loads || behind;
   auto work = c10::make_intrusive<IrohWork>(rank_, std::move(description));
   if (operation.parts.empty()) {
     IrohWork::finish(work, nullptr);
@@ -260,25 +290,13 @@ WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds 
     sequences.push_back(target.submit(std::move(part.call)));
   }
   work->set_sequence(sequences.back());
-  if (held) release_when_loaded(staging, std::move(sequences));
+  if (!held) return work;
+  const auto release = [group = group_.shared(), staging, loads, sequences] {
+    if (loads) return release_when_loaded(group, staging, sequences);
+    for (const std::uint64_t sequence : sequences) group->release(sequence);
+  };
+  behind ? inner_->after_what_runs(release) : release();
   return work;
-}
-
-void ProcessGroupIroh::release_when_loaded(const std::shared_ptr<Staging>& staging,
-                                           std::vector<std::uint64_t> sequences) const {
-  device_waiters().post([staging, sequences = std::move(sequences), weak = std::weak_ptr(group_.shared())] {
-    std::optional<Error> failed;
-    try {
-      staging->wait_until_loaded();
-    } catch (const std::exception& error) {
-      failed.emplace(ErrorKind::aborted,
-                     "the device failed before an operation could begin: " + std::string(error.what()));
-    }
-    const auto alive = weak.lock();
-    if (!alive) return;
-    if (failed) return alive->abort(*failed);
-    for (const std::uint64_t sequence : sequences) alive->release(sequence);
-  });
 }
 
 void ProcessGroupIroh::monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) {

@@ -12,14 +12,13 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/fork.hpp"
+#include "c10d/inner.hpp"
 #include "c10d/operation.hpp"
 #include "c10d/options.hpp"
 #include "c10d/work.hpp"
 #include "collective/group.hpp"
 
 namespace torch_iroh::c10d_backend {
-
-using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 
 // Runs before the first group of more than one rank is made: opens the iroh library.
 void set_network_opener(std::function<void()> opener);
@@ -87,11 +86,15 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   Operation operation(const char* op, ::c10d::OpType type, const char* title, Tensors inputs, Tensors outputs) const;
   // `waited_for`: the caller waits before it does anything else.
   WorkPtr submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for);
-  void release_when_loaded(const std::shared_ptr<Staging>& staging, std::vector<std::uint64_t> sequences) const;
+  void complete(IrohWork::Description& description, std::chrono::milliseconds timeout, bool waited_for) const;
+  void make_inner_parts(const c10::intrusive_ptr<::c10d::Store>& store, Hosts hosts);
+  // In parts inside and between hosts; null: `asked` goes over the group alone, and `operation` was left as it is.
+  WorkPtr by_hosts(Operation& operation, const Asked& asked, std::chrono::milliseconds timeout, bool waited_for);
   WorkPtr point_to_point(const char* op, Tensors& tensors, int peer, int tag, ::c10d::OpType type);
 
   c10::intrusive_ptr<IrohOptions> options_;
   ParentOwned<collective::Group> group_;
+  ParentOwned<Inner> inner_;  // none: the ranks of a host use the group too
   std::atomic<std::uint64_t> sends_{0};
 };
 

@@ -55,13 +55,16 @@ Staging::Staging(c10::Device device)
   issued.block(stream_);
 }
 
-at::Tensor Staging::host_memory(const std::vector<at::Tensor>& tensors) const {
-  std::int64_t total = 0;
+void Staging::use(const std::vector<at::Tensor>& tensors) const {
   for (const at::Tensor& tensor : tensors) {
-    total += tensor.numel();
-    // The allocator must not give this memory to another stream before ours is through with it.
     if (tensor.numel() > 0) guard_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
   }
+}
+
+at::Tensor Staging::host_memory(const std::vector<at::Tensor>& tensors) const {
+  use(tensors);
+  std::int64_t total = 0;
+  for (const at::Tensor& tensor : tensors) total += tensor.numel();
   return at::empty({total}, at::TensorOptions().dtype(tensors.front().dtype()).device(at::kCPU).pinned_memory(true));
 }
 

@@ -27,6 +27,8 @@ class Staging {
 
   explicit Staging(c10::Device device);  // its stream runs after everything the caller has issued so far
 
+  // The allocator gives their memory to no other stream before this one is through with it.
+  void use(const std::vector<at::Tensor>& tensors) const;
   // Pinned host memory for `tensors`, which stay alive until the stream is through with them.
   at::Tensor host_memory(const std::vector<at::Tensor>& tensors) const;
   void load(const std::vector<at::Tensor>& tensors, const at::Tensor& flat);

@@ -20,6 +20,8 @@
 
 namespace torch_iroh::c10d_backend {
 
+using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
+
 // Keeps `kept` alive, and lets go of it on the thread for futures: freeing a tensor may wait for the GIL, which the
 // threads that move data and heartbeats must never do.
 std::shared_ptr<void> released_with_futures(std::shared_ptr<void> kept);

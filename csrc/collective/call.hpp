@@ -20,6 +20,8 @@ struct CollectiveCall {
   Request request;  // rank, world and algorithm are filled in by the group
   Work work;
   std::string shape;  // of this rank's tensor, equal on all ranks; empty where it may differ
+  // "all_reduce(sum, float32[7]", of a larger operation that this is a part of: what ranks compare and errors name.
+  std::string part_of{};
   Duration timeout = kNever - TimePoint{};
   Done done;
   bool held = false;  // its memory is not ready: it begins, in its turn, after release() of its number

@@ -109,7 +109,7 @@ std::uint64_t Group::submit(CollectiveCall call) {
     drives ? host_->drive(sequence) : host_->attend();
     return sequence;
   }
-  if (!call.request.hierarchy) call.request.hierarchy = options_.hierarchy;
+  if (!call.request.hierarchy && !call.request.members) call.request.hierarchy = options_.hierarchy;
   call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
   auto queued = std::make_shared<Queued>(Queued{sequence, std::move(call), deadline});
   const bool begins = strand_->enqueue([this, self = shared_from_this(), queued] {
@@ -200,6 +200,17 @@ void Group::recv(PointToPointCall call) {
 void Group::caller_waits_for_send(int peer, std::uint64_t id) {
   run_or_post([this, peer, id] {
     if (!failure()) run([&] { point_to_point_->caller_waits(peer, id); });
+  });
+}
+
+void Group::connect(int peer) {
+  transport_->connect(peer);
+}
+
+void Group::on_failure(std::function<void(const Error&)> listener) {
+  post([this, listener = std::move(listener)]() mutable {
+    failure_listener_ = std::move(listener);
+    if (const auto failed = failure()) failure_listener_(*failed);
   });
 }
 

@@ -67,11 +67,14 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   void monitored_barrier(MonitoredBarrierCall call);
 
   void connect_all();
+  void connect(int peer);  // whose death breaks the group from now on, even when nothing is in flight
   std::uint64_t submitted() const { return submitted_.load(); }
 
   // Breaks the group: everything in flight fails with `cause`, the other ranks are told.
   void abort(const Error& cause);
   std::optional<Error> failure() const;
+  // Runs once, on the strand, when the group breaks or is shut down (or at once if it is). It must be short.
+  void on_failure(std::function<void(const Error&)> listener);
 
   // Leaves the group. Waits a moment for what is in flight, then fails it; blocks for at most about a second when the
   // group is broken, and else until what was sent has arrived.
@@ -181,6 +184,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   std::map<std::uint64_t, Past> history_;
   std::unique_ptr<PointToPoint> point_to_point_;
   std::unique_ptr<MonitoredBarrier> monitored_barrier_;
+  std::function<void(const Error&)> failure_listener_;
   TimePoint timer_at_ = kNever;
   TimePoint mismatch_until_ = kNever;  // foreign data has come: its name must follow until then
   int mismatch_from_ = -1;

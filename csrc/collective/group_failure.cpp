@@ -99,6 +99,7 @@ void Group::fail(const Error& cause, bool tell_others, const Error& news) {
   }
   point_to_point_->fail([&](const std::string& what) { return explain(cause, what); });
   monitored_barrier_->fail(explain(cause, "monitored_barrier"));
+  if (failure_listener_) failure_listener_(cause);
   idle_.notify_all();
 }
 
@@ -157,7 +158,9 @@ void Group::on_deadline() {
   monitored_barrier_->expire(now);
   if (waits_for_memory() && queue_.front().deadline <= now) {
     return fail(Error(ErrorKind::timeout,
-                      timed_out(queue_.front().call.timeout, rank_) + ", whose device has not handed over its data"),
+                      timed_out(queue_.front().call.timeout, rank_) +
+                          (queue_.front().call.part_of.empty() ? ", whose device has not handed over its data"
+                                                               : ", whose part inside this host is not done")),
                 true);
   }
   if (current_ && current_->deadline <= now) {

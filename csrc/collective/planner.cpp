@@ -22,14 +22,15 @@ bool has_root(Op op) {
 
 Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, std::optional<Algorithm> pinned) {
   if (pinned) return nearest(*pinned, request);
-  if (request.world <= 2 || request.op == Op::barrier) return Algorithm::direct;
+  const std::int32_t world = participants(request);
+  if (world <= 2 || request.op == Op::barrier) return Algorithm::direct;
   const std::uint64_t count = std::accumulate(request.blocks.begin(), request.blocks.end(), request.count);
   if (count * element_bytes > kDirectBytes) {
     // Between hosts each byte goes once for a host, not once for a rank.
     const bool by_levels = supports(Algorithm::hierarchical, request);
     return nearest(by_levels ? Algorithm::hierarchical : Algorithm::ring, request);
   }
-  if (request.world <= kDirectWorld) return Algorithm::direct;
+  if (world <= kDirectWorld) return Algorithm::direct;
   switch (request.op) {
     case Op::all_gather:
     case Op::all_to_all: return nearest(Algorithm::bruck, request);
@@ -51,6 +52,7 @@ std::string describe(const CollectiveCall& call) {
 
 std::string describe(const CollectiveCall& call, std::string_view how) {
   const Request& request = call.request;
+  if (!call.part_of.empty()) return call.part_of + ", " + std::string(how) + ")";
   std::string text(name_of(request.op));
   if (request.op == Op::barrier) {
     const bool by_levels = request.algorithm == Algorithm::hierarchical && request.hierarchy;
@@ -81,6 +83,7 @@ Request barrier_for(const Request& request) {
   Request barrier;
   barrier.rank = request.rank;
   barrier.world = request.world;
+  barrier.members = request.members;
   return barrier;
 }
 

@@ -221,7 +221,38 @@ std::vector<std::vector<Dependency>> dependencies_of(const Schedule& schedule) {
   return result;
 }
 
+namespace {
+
+// What a world of the members alone would do, with its ranks named as they are in this one.
+Schedule among_members(const Request& request) {
+  const auto& members = *request.members;
+  const auto index_of = [&](const char* what, std::int32_t rank) {
+    const auto place = std::find(members.begin(), members.end(), rank);
+    if (place == members.end()) refuse(request, std::string(what) + " " + std::to_string(rank) + " is not a member");
+    return static_cast<std::int32_t>(place - members.begin());
+  };
+  for (const std::int32_t member : members) {
+    if (member < 0 || member >= request.world) refuse(request, "member " + std::to_string(member) + " is no rank");
+  }
+  Request among = request;
+  among.members = nullptr;
+  among.hierarchy = nullptr;
+  among.world = participants(request);
+  among.rank = index_of("rank", request.rank);
+  const bool rooted =
+      request.op == Op::reduce || request.op == Op::broadcast || request.op == Op::gather || request.op == Op::scatter;
+  if (rooted) among.root = index_of("root", request.root);
+  Schedule schedule = make_schedule(among);
+  for (Step& step : schedule.steps) {
+    if (step.peer >= 0) step.peer = members[static_cast<std::size_t>(step.peer)];
+  }
+  return schedule;
+}
+
+}  // namespace
+
 Schedule make_schedule(const Request& request) {
+  if (request.members) return among_members(request);
   check(request);
   return make_checked(request);
 }

@@ -90,7 +90,14 @@ struct Request {
   std::vector<std::uint64_t> send_blocks;        // per rank: all_to_all
   bool even = false;                             // all_to_all: all ranks know that all blocks of all ranks are equal
   std::shared_ptr<const Hierarchy> hierarchy{};  // of this world, equal on all ranks; for Algorithm::hierarchical
+  // Who takes part; none: the world. This rank and a root are among them, there is one block for each of them, and AVG
+  // divides by the world all the same: theirs are sums of what others gave them.
+  std::shared_ptr<const std::vector<std::int32_t>> members{};
 };
+
+inline std::int32_t participants(const Request& request) {
+  return request.members ? static_cast<std::int32_t>(request.members->size()) : request.world;
+}
 
 // Whether `algorithm` has a maker of its own for `request`. Depends only on what all ranks know alike.
 //                      all_reduce  reduce  broadcast  all_gather  reduce_scatter  gather  scatter  all_to_all  barrier
@@ -109,7 +116,7 @@ bool supports(Algorithm algorithm, const Request& request);
 Algorithm nearest(Algorithm wanted, const Request& request);
 
 // The maker for `request`, by `nearest` of its algorithm. Throws std::invalid_argument when a field is out of range
-// (rank, root, wrong number of blocks, a hierarchy of another world).
+// (rank, root, wrong number of blocks, a hierarchy of another world, members without this rank).
 Schedule make_schedule(const Request& request);
 
 // An edge of the order above: `step` must wait for `on`. When `by_chunk`, both touch exactly the same number of
