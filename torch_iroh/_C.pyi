@@ -5,6 +5,7 @@ from typing import Any
 class Options:
     chunk_bytes: int | None
     algorithm: str | None
+    plan: str | None
     connect: str | None
     shared_memory: str | None
     site: str | None
@@ -20,6 +21,7 @@ class Options:
         *,
         chunk_bytes: int | None = None,
         algorithm: str | None = None,
+        plan: str | None = None,
         connect: str | None = None,
         shared_memory: str | None = None,
         site: str | None = None,

@@ -16,15 +16,16 @@ namespace {
 using IrohOptionsPtr = c10::intrusive_ptr<IrohOptions>;
 
 IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, std::optional<std::int64_t> chunk_bytes,
-                            std::optional<std::string> algorithm, std::optional<std::string> connect,
-                            std::optional<std::string> shared_memory, std::optional<std::string> site,
-                            std::optional<std::int64_t> streams, IrohOptions::Seconds peer_timeout,
-                            IrohOptions::Seconds heartbeat, IrohOptions::Seconds connect_timeout,
-                            std::optional<std::string> bind) {
+                            std::optional<std::string> algorithm, std::optional<std::string> plan,
+                            std::optional<std::string> connect, std::optional<std::string> shared_memory,
+                            std::optional<std::string> site, std::optional<std::int64_t> streams,
+                            IrohOptions::Seconds peer_timeout, IrohOptions::Seconds heartbeat,
+                            IrohOptions::Seconds connect_timeout, std::optional<std::string> bind) {
   auto options = c10::make_intrusive<IrohOptions>();
   if (timeout) options->timeout = *timeout;
   options->chunk_bytes = chunk_bytes;
   options->algorithm = std::move(algorithm);
+  options->plan = std::move(plan);
   options->connect = std::move(connect);
   options->shared_memory = std::move(shared_memory);
   options->site = std::move(site);
@@ -35,7 +36,7 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
   options->bind = std::move(bind);
   // Wrong values are refused here, where the user's line is in the traceback.
   options->resolved_chunk_bytes();
-  options->resolved_algorithm();
+  options->resolved_pins();
   options->resolved_eager();
   options->resolved_shared_memory();
   options->resolved_site();
@@ -51,10 +52,11 @@ std::string shown(const char* name, const std::optional<T>& value) {
 
 std::string repr(const IrohOptions& options) {
   std::string text = shown("chunk_bytes", options.chunk_bytes) + shown("algorithm", options.algorithm) +
-                     shown("connect", options.connect) + shown("shared_memory", options.shared_memory) +
-                     shown("site", options.site) + shown("streams", options.streams) +
-                     shown("peer_timeout", options.peer_timeout) + shown("heartbeat", options.heartbeat) +
-                     shown("connect_timeout", options.connect_timeout) + shown("bind", options.bind);
+                     shown("plan", options.plan) + shown("connect", options.connect) +
+                     shown("shared_memory", options.shared_memory) + shown("site", options.site) +
+                     shown("streams", options.streams) + shown("peer_timeout", options.peer_timeout) +
+                     shown("heartbeat", options.heartbeat) + shown("connect_timeout", options.connect_timeout) +
+                     shown("bind", options.bind);
   return "torch_iroh.Options(" + (text.empty() ? text : text.substr(2)) + ")";
 }
 
@@ -102,9 +104,13 @@ Of this group:
         all ranks counts.
     algorithm (str): "auto" (default), "ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck" or
         "hierarchical"; equal on all ranks. An operation that it does not cover runs its nearest kin; error texts name what really ran.
+    plan (str): instead of algorithm, one for each collective and size: "all_reduce<=64KiB=tree, all_reduce=ring/1MiB,
+        *=auto". Rules are COLLECTIVE=ALGORITHM or COLLECTIVE<=SIZE=ALGORITHM, * is every collective, /SIZE a chunk, sizes
+        are those of the whole in B, KiB, MiB or GiB; the first rule that holds decides, and where none does it is "auto".
+        Ranks with different plans cannot make a group.
     connect (str): "lazy" (default) connects two ranks on their first exchange, "eager" all pairs at once.
     shared_memory (str): "auto" (default): collectives of ranks that are all on one host go through its memory, unless an
-        algorithm is asked for; large tensors are read where they are, if the kernel permits it. "buffered": never that,
+        algorithm or a plan (other than auto) is asked for; large tensors are read where they are, if the kernel permits it. "buffered": never that,
         always through buffers. "off": through iroh. All ranks of a group do what all of them want.
     site (str): ranks that name the same site have a fast network between them; equal on all ranks of a host. Hosts that
         name none are sites of their own. Above 64 KiB a collective goes by levels (rank, host, site) where there are any.
@@ -120,7 +126,7 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
 )")
       .def(py::init([](const py::kwargs& kwargs) {
         static const std::set<std::string> known = {
-            "chunk_bytes", "algorithm",    "connect",   "shared_memory",   "site",
+            "chunk_bytes", "algorithm",    "plan",      "connect",         "shared_memory", "site",
             "streams",     "peer_timeout", "heartbeat", "connect_timeout", "bind"};
         for (const auto& [key, value] : kwargs) {
           const auto name = key.cast<std::string>();
@@ -143,7 +149,7 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
           }
         };
         return make_options(std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
-                            get("algorithm", std::optional<std::string>()),
+                            get("algorithm", std::optional<std::string>()), get("plan", std::optional<std::string>()),
                             get("connect", std::optional<std::string>()),
                             get("shared_memory", std::optional<std::string>()),
                             get("site", std::optional<std::string>()), get("streams", std::optional<std::int64_t>()),
@@ -152,6 +158,7 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
       }))
       .def_readonly("chunk_bytes", &IrohOptions::chunk_bytes)
       .def_readonly("algorithm", &IrohOptions::algorithm)
+      .def_readonly("plan", &IrohOptions::plan)
       .def_readonly("connect", &IrohOptions::connect)
       .def_readonly("shared_memory", &IrohOptions::shared_memory)
       .def_readonly("site", &IrohOptions::site)

@@ -63,7 +63,7 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   collective::GroupOptions group_options;
   group_options.name = options.group_name;
   group_options.chunk_bytes = options.resolved_chunk_bytes();
-  group_options.algorithm = options.resolved_algorithm();
+  group_options.pins = options.resolved_pins();
   const bool eager = options.resolved_eager();
   const link::NodeOptions node_options = options.resolved_node_options();
   if (size == 1) return collective::Group::make(transport::make_in_process(1).front(), group_options);
@@ -78,10 +78,11 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   request.timeout = options.timeout;
   request.sharing = options.resolved_shared_memory();
   request.site = options.resolved_site();
+  request.plan = group_options.pins.text();
   auto joined = transport::join_group(adapter, link::Node::shared(node_options), request);
   group_options.chunk_bytes = joined.chunk_bytes;
   group_options.hierarchy =
-      hierarchy_of(size, joined.levels, group_options.algorithm == collective::Algorithm::hierarchical);
+      hierarchy_of(size, joined.levels, group_options.pins.names(collective::Algorithm::hierarchical));
   group_options.peer_timeout = node_options.link.peer_timeout;
   auto group = collective::Group::make(std::move(joined.transport), group_options, std::move(joined.team));
   if (eager) group->connect_all();

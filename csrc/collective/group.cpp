@@ -31,6 +31,7 @@ std::shared_ptr<Group> Group::make(std::shared_ptr<transport::Transport> transpo
 Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions& options)
     : transport_(std::move(transport)),
       options_(options),
+      chooser_(options.pins, options.chunk_bytes),
       rank_(transport_->rank()),
       world_(transport_->world()),
       strand_(std::make_shared<Strand>(workers())),
@@ -105,7 +106,7 @@ std::uint64_t Group::submit(CollectiveCall call) {
     return sequence;
   }
   if (!call.request.hierarchy) call.request.hierarchy = options_.hierarchy;
-  call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
+  chooser_.choose(call);
   auto queued = std::make_shared<Queued>(Queued{sequence, std::move(call), deadline});
   post([this, queued] {
     queue_.push_back(std::move(*queued));
@@ -236,12 +237,12 @@ void Group::begin(Queued queued) {
   try {
     if (call.prepare) {
       std::exchange(call.prepare, nullptr)(call);
-      call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
+      chooser_.choose(call);
     }
     description = describe(call);
     signature = signature_of(description);
     execution = std::make_shared<Execution>(
-        moves_nothing(request) ? barrier_for(request) : request, call.work, options_.chunk_bytes, queued.sequence,
+        moves_nothing(request) ? barrier_for(request) : request, call.work, call.chunk_bytes, queued.sequence,
         signature,
         [this](int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()> sent) {
           send_chunk(peer, tag, bytes, std::move(sent));

@@ -21,6 +21,7 @@
 
 #include "base/workers.hpp"
 #include "collective/call.hpp"
+#include "collective/chooser.hpp"
 #include "collective/execution.hpp"
 #include "collective/host_queue.hpp"
 #include "collective/inbox.hpp"
@@ -35,7 +36,7 @@ namespace torch_iroh::collective {
 struct GroupOptions {
   std::string name;                            // for error texts
   std::size_t chunk_bytes = 256 << 10;         // equal on all ranks
-  std::optional<Algorithm> algorithm;          // none: chosen by size and world
+  Pins pins;                                   // equal on all ranks; what they leave open is chosen
   std::shared_ptr<const Hierarchy> hierarchy;  // equal on all ranks; none: the world is flat
   Duration peer_timeout = milliseconds(3000);  // where ranks share memory; else the links have their own
 };
@@ -164,6 +165,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
 
   const std::shared_ptr<transport::Transport> transport_;
   const GroupOptions options_;
+  const Chooser chooser_;
   const int rank_;
   const int world_;
   const std::shared_ptr<Strand> strand_;

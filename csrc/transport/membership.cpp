@@ -13,9 +13,10 @@
 namespace torch_iroh::transport {
 namespace {
 
-constexpr std::uint32_t kRecordMagic = 0x32524954;  // "TIR2"
+constexpr std::uint32_t kRecordMagic = 0x33524954;  // "TIR3"
 constexpr std::uint16_t kMostAddresses = 64;
 constexpr std::uint32_t kLeastChunk = 64;
+constexpr std::size_t kMostPlanBytes = 2000;
 
 // A store may still hold what an earlier group of the same name left there: each rank counts its own groups, so the
 // n-th group of every rank meets under the same prefix.
@@ -60,6 +61,13 @@ void check_agreement(const JoinRequest& request, int peer, const Record& mine, c
     throw Error(ErrorKind::mismatch, "the ranks disagree about who is in this group: rank " +
                                          std::to_string(request.rank) + " listed [" + mine.members + "], " + who +
                                          " listed [" + theirs.members + "]");
+  }
+  if (theirs.plan != mine.plan) {
+    const auto text = [](const std::string& plan) { return plan.empty() ? "auto" : "'" + plan + "'"; };
+    throw Error(ErrorKind::mismatch, "the ranks disagree about the plan: that of rank " + std::to_string(request.rank) +
+                                         " is " + text(mine.plan) + ", that of " + who + " is " + text(theirs.plan) +
+                                         ". Try: the same plan or algorithm option, and the same TORCH_IROH_PLAN and "
+                                         "TORCH_IROH_ALGORITHM, on all ranks");
   }
 }
 
@@ -153,7 +161,7 @@ std::vector<std::uint8_t> encode(const Record& record) {
   for (const std::string& address : record.addr.direct) out.put_text(address);
   const HostIntroduction& sharing = record.sharing;
   out.put_text(record.site).put_text(sharing.host).put(sharing.pid).put(sharing.memory).put(sharing.nonce);
-  out.put(sharing.bell).put(sharing.bell_nonce);
+  out.put(sharing.bell).put(sharing.bell_nonce).put_text(record.plan);
   return to_bytes(out);
 }
 
@@ -185,6 +193,8 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
   sharing.nonce = in.get<std::uint64_t>();
   sharing.bell = in.get<std::int32_t>();
   sharing.bell_nonce = in.get<std::uint64_t>();
+  record.plan = printable(in.get_text());
+  if (record.plan.size() > kMostPlanBytes) throw Error(ErrorKind::protocol, "a record with a too long plan");
   if (in.left() != 0) throw Error(ErrorKind::protocol, "a record with bytes behind its end");
   if (record.chunk_bytes < kLeastChunk || record.chunk_bytes > link::kMaxFrameBytes || record.chunk_bytes % 64 != 0) {
     throw Error(ErrorKind::protocol, "a record with chunks of " + std::to_string(record.chunk_bytes) + " bytes");
@@ -220,6 +230,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   auto team = make_team(request);
   mine.sharing = team ? team->introduction() : HostIntroduction{host_identity()};
   mine.site = request.site;
+  mine.plan = request.plan;
   store.set(rank_key(request.rank), encode(mine));
 
   std::vector<int> ranks;

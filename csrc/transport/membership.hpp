@@ -33,6 +33,7 @@ struct Record {
   std::string host;     // for error texts
   std::string site{};   // ranks that name the same site have a fast network between them; empty: not said
   HostIntroduction sharing{};
+  std::string plan{};  // what the user fixed of how collectives run; equal on all ranks
   iroh::EndpointAddr addr;
 };
 
@@ -52,6 +53,7 @@ struct JoinRequest {
   std::string members;
   Duration timeout{};
   std::string site{};               // equal on all ranks of a host
+  std::string plan{};               // equal on all ranks
   Sharing sharing = Sharing::none;  // at most, with the other ranks if all are on this host and want it too
 };
 
