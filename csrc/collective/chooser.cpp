@@ -7,8 +7,9 @@ namespace torch_iroh::collective {
 void Chooser::choose(CollectiveCall& call) const {
   const std::size_t element_bytes = size_of(call.work.dtype);
   const Pin pin = pin_for(pins_, call.request, element_bytes);
-  call.request.algorithm = choose_algorithm(call.request, element_bytes, pin.algorithm);
   call.chunk_bytes = pin.chunk_bytes > 0 ? pin.chunk_bytes : chunk_bytes_;
+  call.request.algorithm = costs_ && !pin.algorithm ? costs_->best(call.request, element_bytes, call.chunk_bytes)
+                                                    : choose_algorithm(call.request, element_bytes, pin.algorithm);
 }
 
 }  // namespace torch_iroh::collective

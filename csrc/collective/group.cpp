@@ -31,7 +31,7 @@ std::shared_ptr<Group> Group::make(std::shared_ptr<transport::Transport> transpo
 Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions& options)
     : transport_(std::move(transport)),
       options_(options),
-      chooser_(options.pins, options.chunk_bytes),
+      chooser_(options.pins, options.costs, options.chunk_bytes),
       rank_(transport_->rank()),
       world_(transport_->world()),
       strand_(std::make_shared<Strand>(workers())),
