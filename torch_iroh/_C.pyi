@@ -8,6 +8,7 @@ class Options:
     plan: str | None
     connect: str | None
     shared_memory: str | None
+    probe: str | None
     site: str | None
     streams: int | None
     peer_timeout: float | None
@@ -24,6 +25,7 @@ class Options:
         plan: str | None = None,
         connect: str | None = None,
         shared_memory: str | None = None,
+        probe: str | None = None,
         site: str | None = None,
         streams: int | None = None,
         peer_timeout: float | None = None,

@@ -102,6 +102,13 @@ std::string IrohOptions::resolved_site() const {
   return name;
 }
 
+bool IrohOptions::resolved_probe() const {
+  const std::string name = text_option(probe, "TORCH_IROH_PROBE").value_or("auto");
+  if (name != "auto" && name != "off") refuse("probe", "'" + name + "'", "'auto', 'off'");
+  // Who fixes how collectives run asks no link.
+  return name == "auto" && resolved_pins().empty();
+}
+
 transport::Sharing IrohOptions::resolved_shared_memory() const {
   using transport::Sharing;
   const std::string name = text_option(shared_memory, "TORCH_IROH_SHARED_MEMORY").value_or("auto");

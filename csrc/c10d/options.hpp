@@ -26,6 +26,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   std::optional<std::string> plan;           // pins by collective and size (collective/pins.hpp), or algorithm
   std::optional<std::string> connect;        // "lazy" (default): on first use; "eager": all peers at once
   std::optional<std::string> shared_memory;  // "auto" (default): between ranks of one host; "buffered", "off"
+  std::optional<std::string> probe;          // "auto" (default): several hosts measure their links; "off"
   std::optional<std::string> site;           // ranks that name the same site have a fast network between them
   // Of this process: the first group decides.
   std::optional<std::int64_t> streams;  // data streams per peer at most, default 8
@@ -39,6 +40,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   collective::Pins resolved_pins() const;  // of plan or algorithm
   bool resolved_eager() const;
   std::string resolved_site() const;
+  bool resolved_probe() const;
   transport::Sharing resolved_shared_memory() const;
   // Values that nobody set are those of the node that already runs, if one does.
   link::NodeOptions resolved_node_options() const;

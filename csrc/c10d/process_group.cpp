@@ -10,6 +10,7 @@
 #include "collective/hierarchy.hpp"
 #include "transport/in_process.hpp"
 #include "transport/membership.hpp"
+#include "transport/probe.hpp"
 
 namespace torch_iroh::c10d_backend {
 namespace {
@@ -79,10 +80,15 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   request.sharing = options.resolved_shared_memory();
   request.site = options.resolved_site();
   request.plan = group_options.pins.text();
-  auto joined = transport::join_group(adapter, link::Node::shared(node_options), request);
+  request.probe = options.resolved_probe();
+  const auto node = link::Node::shared(node_options);
+  auto joined = transport::join_group(adapter, node, request);
   group_options.chunk_bytes = joined.chunk_bytes;
+  const auto network = joined.probe ? transport::probe_network(adapter, node, request, joined) : std::nullopt;
+  if (network) joined.levels.back() = transport::grouped(network->site_of);
   group_options.hierarchy =
       hierarchy_of(size, joined.levels, group_options.pins.names(collective::Algorithm::hierarchical));
+  if (network) group_options.costs = std::make_shared<const collective::Costs>(*network, group_options.hierarchy);
   group_options.peer_timeout = node_options.link.peer_timeout;
   auto group = collective::Group::make(std::move(joined.transport), group_options, std::move(joined.team));
   if (eager) group->connect_all();

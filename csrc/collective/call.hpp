@@ -22,8 +22,9 @@ struct CollectiveCall {
   std::string shape;  // of this rank's tensor, equal on all ranks; empty where it may differ
   Duration timeout = kNever - TimePoint{};
   Done done;
-  std::size_t chunk_bytes = 0;  // filled in by the group
-  bool held = false;            // its memory is not ready: it begins, in its turn, after release() of its number
+  std::size_t chunk_bytes = 0;     // filled in by the group
+  std::uint64_t predicted_ns = 0;  // likewise; 0: nobody knows the links
+  bool held = false;               // its memory is not ready: it begins, in its turn, after release() of its number
   // The caller waits for it anyway: where ranks share memory it does the work on its own thread, inside submit().
   bool drives = false;
   // Runs when its turn comes: fills in what only the operations before it could tell.

@@ -10,6 +10,7 @@ void Chooser::choose(CollectiveCall& call) const {
   call.chunk_bytes = pin.chunk_bytes > 0 ? pin.chunk_bytes : chunk_bytes_;
   call.request.algorithm = costs_ && !pin.algorithm ? costs_->best(call.request, element_bytes, call.chunk_bytes)
                                                     : choose_algorithm(call.request, element_bytes, pin.algorithm);
+  if (costs_) call.predicted_ns = costs_->of(call.request.algorithm, call.request, element_bytes, call.chunk_bytes);
 }
 
 }  // namespace torch_iroh::collective

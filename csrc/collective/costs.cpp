@@ -6,6 +6,7 @@
 
 #include "collective/hierarchy.hpp"
 #include "collective/pins.hpp"
+#include "collective/planner.hpp"
 
 namespace torch_iroh::collective {
 namespace {
@@ -70,22 +71,22 @@ class Pricer {
   Ns hop(Level level, Ns chunk) const {
     return plus(plus(link(level).latency_ns, ns_of(chunk, link(level).byte_ps)), times(2, work(1, chunk)));
   }
-  // The busiest port's time for messages of `bytes` each.
-  Ns ports(const ByLevel& messages, Ns bytes) const {
-    Ns most = 0;
-    for (std::size_t level = 0; level < kLevels; ++level) {
-      const Ns through = times(messages[level], bytes);
-      most = std::max(most, ns_of(through, link(static_cast<Level>(level)).byte_ps));
+  // The busiest port's or uplink's time for messages of `bytes` each.
+  Ns busiest(const Load& load, Ns bytes) const {
+    Ns most = ns_of(times(load.port(), bytes), network_.host.byte_ps);
+    for (const Load::Uplink& one : load.uplinks()) {
+      most = std::max(most, plus(ns_of(times(one.site, bytes), network_.site.byte_ps),
+                                 ns_of(times(one.wan, bytes), network_.wan.byte_ps)));
     }
     return most;
   }
 
-  // Everyone sends and receives at once: `messages` of `bytes` through the ports, `sent` and `received` by one rank.
+  // Everyone sends and receives at once: `load` of messages of `bytes`, `sent` and `received` by one rank.
   // A processor is the bound (and one chunk must still get through) or a port is (and both ends still do one chunk).
-  Ns round(Level worst, const ByLevel& messages, Ns bytes, Ns sent, Ns received) const {
+  Ns round(Level worst, const Load& load, Ns bytes, Ns sent, Ns received) const {
     const Ns chunk = first_chunk(bytes);
     const Ns busy = plus(work(plus(sent, received), bytes), ns_of(chunk, link(worst).byte_ps));
-    const Ns wire = plus(ports(messages, bytes), times(2, work(1, chunk)));
+    const Ns wire = plus(busiest(load, bytes), times(2, work(1, chunk)));
     return plus(link(worst).latency_ns, std::max(busy, wire));
   }
 
@@ -100,9 +101,9 @@ class Pricer {
       way_round = plus(way_round, times(shape_.ring.edges[level], hop(static_cast<Level>(level), chunk)));
     // Both rings run at once: each hop of one waits for about one of the other's.
     way_round = plus(way_round, times(ways - 1, times(world_, times(2, work(1, chunk)))));
-    const Ns port = ports(ways == 1 ? shape_.ring.port : shape_.two_rings.port, message);
+    const Ns port = busiest(ways == 1 ? shape_.ring.load : shape_.two_rings.load, message);
     const Ns busy = times(times(2, ways), work(1, message));
-    const Ns rest = ports(shape_.ring.port, message - chunk);
+    const Ns rest = busiest(shape_.ring.load, message - chunk);
     const Ns by_latency = plus(times(rounds, way_round) / world_, rest);
     const Ns by_rate = plus(times(rounds, std::max(port, busy)), hop(shape_.ring.worst(), 0));
     return std::max(by_latency, by_rate);
@@ -114,22 +115,22 @@ class Pricer {
     Ns way = 0;
     for (std::size_t level = 0; level < kLevels; ++level)
       way = plus(way, times(shape_.ring.edges[level], hop(static_cast<Level>(level), chunk)));
-    const Ns pace = std::max(ports(shape_.ring.port, chunk), times(2, work(1, chunk)));
+    const Ns pace = std::max(busiest(shape_.ring.load, chunk), times(2, work(1, chunk)));
     return plus(times(way, others_) / world_, times(chunks(bytes) - 1, pace));
   }
 
   Ns direct(Op op, Ns bytes) const {
     const Ns block = shard(bytes);
     switch (op) {
-      case Op::all_reduce: return times(2, round(shape_.worst(), shape_.pairs, block, others_, others_));
+      case Op::all_reduce: return times(2, round(shape_.worst, shape_.pairs, block, others_, others_));
       case Op::all_gather:
       case Op::reduce_scatter:
-      case Op::all_to_all: return round(shape_.worst(), shape_.pairs, block, others_, others_);
+      case Op::all_to_all: return round(shape_.worst, shape_.pairs, block, others_, others_);
       case Op::broadcast:
-      case Op::reduce: return round(shape_.worst(), shape_.fan, bytes, others_, 0);
+      case Op::reduce: return round(shape_.worst, shape_.fan, bytes, others_, 0);
       case Op::gather:
-      case Op::scatter: return round(shape_.worst(), shape_.fan, block, others_, 0);
-      case Op::barrier: return times(shape_.bruck.size(), hop(shape_.worst(), 0));
+      case Op::scatter: return round(shape_.worst, shape_.fan, block, others_, 0);
+      case Op::barrier: return times(shape_.bruck.size(), hop(shape_.worst, 0));
     }
     return std::numeric_limits<Ns>::max();
   }
@@ -149,7 +150,7 @@ class Pricer {
     }
     // Of a rank, in one direction: up to 2 messages in and 2 out.
     const Ns busy = rest > 0 ? work(both_ways ? 8 : 4, rest) : 0;
-    Ns wire = ports(both_ways ? trees.pattern.both : trees.pattern.port, rest);
+    Ns wire = busiest(both_ways ? trees.pattern.both : trees.pattern.load, rest);
     // With a root outside, the second tree's half begins when that of the first is half through (as simulated).
     if (!both_ways && world_ > 3) wire = plus(wire, wire / 2);
     return plus(times(both_ways ? 2 : 1, way), std::max(busy, wire));
@@ -166,16 +167,17 @@ class Pricer {
     }
     return total;
   }
-  static ByLevel unshared(Level level) {
-    ByLevel one{};
-    one[static_cast<std::size_t>(level)] = 1;
+  static Load unshared(Level level) {
+    Load one;
+    if (level == Level::host) one.add_port(1);
+    if (level != Level::host) one.add_uplink({level == Level::site ? 1U : 0U, level == Level::wan ? 1U : 0U});
     return one;
   }
 
   Ns exchanges(const std::vector<Exchange>& rounds, Ns block, Ns passes) const {
     Ns total = 0;
     for (const Exchange& one : rounds)
-      total = plus(total, round(one.pattern.worst(), one.pattern.port, times(block, one.shards), 1, 1));
+      total = plus(total, round(one.pattern.worst(), one.pattern.load, times(block, one.shards), 1, 1));
     return times(passes, total);
   }
 
@@ -183,7 +185,7 @@ class Pricer {
   Ns bruck_all_to_all(Ns bytes) const {
     Ns total = 0;
     for (const Exchange& one : shape_.bruck)
-      total = plus(total, round(one.pattern.worst(), one.pattern.port, times(shard(bytes), world_ / 2), 1, 1));
+      total = plus(total, round(one.pattern.worst(), one.pattern.load, times(shard(bytes), world_ / 2), 1, 1));
     return total;
   }
 
@@ -249,7 +251,8 @@ std::uint64_t Costs::of(Algorithm algorithm, const Request& request, std::size_t
   if (stages_.empty()) return std::numeric_limits<Ns>::max();  // these links were given without levels
   Ns total = 0;
   Ns part = bytes;
-  Ns slowest = 0;
+  Ns inside_rest = 0;
+  Ns uplink_rest = 0;
   for (std::size_t level = 0; level < stages_.size(); ++level) {
     const Stage& stage = stages_[level];
     const auto price = [&](Op inner, Ns of_bytes) {
@@ -286,25 +289,28 @@ std::uint64_t Costs::of(Algorithm algorithm, const Request& request, std::size_t
         const Ns first = price(op, std::min<Ns>(part, chunk_bytes));
         const Ns whole = price(op, part);
         total = plus(total, first);
-        slowest = std::max(slowest, whole > first ? whole - first : 0);
+        // But those between hosts go through the same uplinks.
+        Ns& rest = stage.shape.worst == Level::host ? inside_rest : uplink_rest;
+        const Ns own_rest = whole > first ? whole - first : 0;
+        rest = stage.shape.worst == Level::host ? std::max(rest, own_rest) : plus(rest, own_rest);
         break;
       }
     }
   }
-  return plus(total, slowest);
+  return plus(total, std::max(inside_rest, uplink_rest));
 }
 
 Algorithm Costs::best(const Request& request, std::size_t element_bytes, std::size_t chunk_bytes) const {
   if (request.op == Op::barrier || request.world <= 1 || !known_bytes(request, element_bytes)) return Algorithm::direct;
-  auto best = Algorithm::direct;
-  std::uint64_t least = of(best, request, element_bytes, chunk_bytes);
-  for (int i = 0; i < kAlgorithmCount; ++i) {
+  std::optional<Algorithm> best;
+  std::uint64_t least = 0;
+  for (int i = kAlgorithmCount; i-- > 0;) {
     const auto one = static_cast<Algorithm>(i);
-    if (one == best || !supports(one, request)) continue;
+    if (!supports(one, request) || (one == Algorithm::direct && request.world > kDirectWorld)) continue;
     const std::uint64_t cost = of(one, request, element_bytes, chunk_bytes);
-    if (cost < least) least = cost, best = one;
+    if (!best || cost < least) least = cost, best = one;
   }
-  return best;
+  return best.value_or(Algorithm::direct);
 }
 
 }  // namespace torch_iroh::collective

@@ -26,7 +26,8 @@ class Costs {
   std::uint64_t of(Algorithm algorithm, const Request& request, std::size_t element_bytes,
                    std::size_t chunk_bytes) const;
 
-  // The one that takes least; of equals the first. barrier, and what only direct can do: direct.
+  // The one that takes least; of equals the last. barrier, and what only direct can do: direct, which above
+  // kDirectWorld ranks stands for nothing else (what a connection costs is in no formula).
   Algorithm best(const Request& request, std::size_t element_bytes, std::size_t chunk_bytes) const;
 
  private:

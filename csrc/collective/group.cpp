@@ -254,8 +254,10 @@ void Group::begin(Queued queued) {
   }
   Past past{description, {}};
   if (request.op == Op::all_to_all) past.amounts = request.blocks;
+  const Choice choice{request.op, request.algorithm, known_bytes(request, size_of(call.work.dtype)).value_or(0),
+                      call.predicted_ns};
   current_.emplace(Running{queued.sequence, std::move(past), signature, call.timeout, queued.deadline, execution,
-                           std::move(call.done)});
+                           std::move(call.done), choice, Clock::now()});
   watch_deadlines();
   run([&] {
     announce(queued.sequence, request, description, *execution);
@@ -293,6 +295,7 @@ void Group::run(const std::function<void()>& step) {
 
 void Group::end_current() {
   const Done done = std::move(current_->done);
+  ledger_.add(current_->choice, Clock::now() - current_->begun);
   history_.emplace(current_->sequence, std::move(current_->call));
   if (history_.size() > kHistory) history_.erase(history_.begin());
   current_.reset();
@@ -353,6 +356,9 @@ GroupStats Group::stats() const {
     if (in_flight_ > 0) busy += Clock::now() - busy_since_;
     stats.busy_seconds = std::chrono::duration<double>(busy).count();
   }
+  stats.plan = options_.pins.text();
+  if (options_.costs) stats.network = options_.costs->network();
+  stats.choices = ledger_.all();
   stats.peers = transport_->stats();
   for (transport::PeerStats& peer : stats.peers) {
     if (host_ && !transport_->connected(peer.rank)) peer.path = "shared memory";

@@ -25,6 +25,7 @@
 #include "collective/execution.hpp"
 #include "collective/host_queue.hpp"
 #include "collective/inbox.hpp"
+#include "collective/ledger.hpp"
 #include "collective/messages.hpp"
 #include "collective/monitored_barrier.hpp"
 #include "collective/point_to_point.hpp"
@@ -46,6 +47,9 @@ struct GroupStats {
   std::uint64_t collectives = 0;  // finished
   double busy_seconds = 0;        // wall time with at least one operation in flight
   std::vector<transport::PeerStats> peers;
+  std::string plan;                           // what its user fixed; empty: nothing
+  std::optional<transport::Network> network;  // where its links are known
+  std::vector<ChoiceStats> choices;           // of collectives that went through the transport
 };
 
 class Group : public transport::Receiver, public std::enable_shared_from_this<Group> {
@@ -110,6 +114,8 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
     TimePoint deadline;
     std::shared_ptr<Execution> execution;
     Done done;
+    Choice choice;
+    TimePoint begun;
   };
   struct Early {
     int from;
@@ -171,6 +177,7 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
   const int world_;
   const std::shared_ptr<Strand> strand_;
   Inbox inbox_;
+  Ledger ledger_;
   std::shared_ptr<HostQueue> host_;  // runs the collectives, where all ranks share memory
   std::atomic<std::uint64_t> submitted_{0};
   std::mutex submit_mutex_;  // numbers and queues in one step

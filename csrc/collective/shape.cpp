@@ -9,11 +9,6 @@
 namespace torch_iroh::collective {
 namespace {
 
-Level worst_of(const ByLevel& counts) {
-  if (counts[2] > 0) return Level::wan;
-  return counts[1] > 0 ? Level::site : Level::host;
-}
-
 // Distances and shards of the rounds of butterfly.cpp and bruck.cpp.
 std::vector<std::pair<std::int32_t, std::uint64_t>> butterfly_rounds(std::int32_t world) {
   std::vector<std::pair<std::int32_t, std::uint64_t>> rounds;
@@ -49,19 +44,26 @@ class Places {
   template <typename Targets>
   Pattern pattern(const Targets& targets) const {
     Pattern pattern;
-    std::map<std::pair<std::size_t, std::size_t>, std::pair<std::uint64_t, std::uint64_t>> ports;  // out, in
+    struct Counts {
+      ByLevel out{}, in{};
+    };
+    std::map<std::size_t, Counts> of_rank, of_host;
     for (std::size_t rank = 0; rank < world(); ++rank) {
       targets(rank, [&](std::size_t target) {
         const auto level = static_cast<std::size_t>(between(rank, target));
         ++pattern.edges[level];
-        ++ports[{level, port_of(rank, level)}].first;
-        ++ports[{level, port_of(target, level)}].second;
+        ++(level == 0 ? of_rank[rank] : of_host[host(rank)]).out[level];
+        ++(level == 0 ? of_rank[target] : of_host[host(target)]).in[level];
       });
     }
-    for (const auto& [port, counts] : ports) {
-      const auto& [out, in] = counts;
-      pattern.port[port.first] = std::max({pattern.port[port.first], out, in});
-      pattern.both[port.first] = std::max(pattern.both[port.first], out + in);
+    for (const auto& [rank, counts] : of_rank) {
+      pattern.load.add_port(std::max(counts.out[0], counts.in[0]));
+      pattern.both.add_port(counts.out[0] + counts.in[0]);
+    }
+    for (const auto& [host, counts] : of_host) {
+      pattern.load.add_uplink({counts.out[1], counts.out[2]});
+      pattern.load.add_uplink({counts.in[1], counts.in[2]});
+      pattern.both.add_uplink({counts.out[1] + counts.in[1], counts.out[2] + counts.in[2]});
     }
     return pattern;
   }
@@ -80,11 +82,12 @@ class Places {
     }
     for (const auto& [host, ranks] : of_host) {
       const std::uint64_t near = of_site[site_of_host[host]];
-      const ByLevel fan = {ranks - 1, near - ranks, world() - near};
-      for (std::size_t level = 0; level < kLevels; ++level) {
-        shape.fan[level] = std::max(shape.fan[level], fan[level]);
-        shape.pairs[level] = std::max(shape.pairs[level], fan[level] * (level == 0 ? 1 : ranks));
-      }
+      shape.fan.add_port(ranks - 1);
+      shape.fan.add_uplink({near - ranks, world() - near});
+      shape.pairs.add_port(ranks - 1);
+      shape.pairs.add_uplink({(near - ranks) * ranks, (world() - near) * ranks});
+      if (near > ranks) shape.worst = std::max(shape.worst, Level::site);
+      if (world() > near) shape.worst = Level::wan;
     }
   }
 
@@ -115,9 +118,7 @@ class Places {
   }
 
  private:
-  std::size_t port_of(std::size_t rank, std::size_t level) const {
-    return level == 0 ? rank : static_cast<std::size_t>(host_of_[rank]);
-  }
+  std::size_t host(std::size_t rank) const { return static_cast<std::size_t>(host_of_[rank]); }
 
   const std::vector<std::int32_t>& host_of_;
   const std::vector<std::int32_t>& site_of_;
@@ -125,12 +126,21 @@ class Places {
 
 }  // namespace
 
-Level Pattern::worst() const {
-  return worst_of(edges);
+void Load::add_uplink(const Uplink& one) {
+  const auto covers = [](const Uplink& a, const Uplink& b) { return a.site >= b.site && a.wan >= b.wan; };
+  if (one.site + one.wan == 0) return;
+  if (std::any_of(uplinks_.begin(), uplinks_.end(), [&](const Uplink& known) { return covers(known, one); })) return;
+  std::erase_if(uplinks_, [&](const Uplink& known) { return covers(one, known); });
+  uplinks_.push_back(one);
 }
 
-Level Shape::worst() const {
-  return worst_of(pairs);
+void Load::share(std::uint64_t ranks) {
+  for (Uplink& one : uplinks_) one = {one.site * ranks, one.wan * ranks};
+}
+
+Level Pattern::worst() const {
+  if (edges[2] > 0) return Level::wan;
+  return edges[1] > 0 ? Level::site : Level::host;
 }
 
 Shape Shape::of(const std::vector<std::int32_t>& host_of, const std::vector<std::int32_t>& site_of) {
@@ -166,18 +176,15 @@ Shape Shape::uniform(std::int32_t world, Level level, std::uint64_t sharing) {
   std::vector<std::int32_t> apart, together(static_cast<std::size_t>(world), 0);
   for (std::int32_t rank = 0; rank < world; ++rank) apart.push_back(rank);
   Shape shape = of(level == Level::host ? together : apart, level == Level::wan ? apart : together);
-  const auto share = [sharing](ByLevel& counts) {
-    for (std::uint64_t& count : counts) count *= sharing;
-  };
-  const auto share_all = [&](Pattern& pattern) {
-    share(pattern.port);
-    share(pattern.both);
+  const auto share_all = [sharing](Pattern& pattern) {
+    pattern.load.share(sharing);
+    pattern.both.share(sharing);
   };
   share_all(shape.ring);
   share_all(shape.two_rings);
   for (Exchange& one : shape.butterfly) share_all(one.pattern);
   for (Exchange& one : shape.bruck) share_all(one.pattern);
-  share(shape.pairs);
+  shape.pairs.share(sharing);
   share_all(shape.trees.pattern);
   return shape;
 }

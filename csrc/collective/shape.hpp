@@ -1,10 +1,11 @@
 // Which level the messages of an algorithm cross in a given world, counted once per group: what a cost needs to know of
 // where the ranks are. Counts only; prices are in costs.cpp.
 //
-// Words: levels as in link_model.hpp. A *port* of level site or wan is shared by the ranks of a host; that of level
-// host is a rank's own.
+// Words: levels as in link_model.hpp. A host has one *uplink* for site and wan, which its ranks share; within a host
+// each rank has a port of its own.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <vector>
@@ -15,11 +16,31 @@ namespace torch_iroh::collective {
 
 using ByLevel = std::array<std::uint64_t, kLevels>;
 
+// Messages through one port or uplink in one direction, where they are most. Which uplink that is depends on prices:
+// all that could be are kept.
+class Load {
+ public:
+  struct Uplink {
+    std::uint64_t site = 0;
+    std::uint64_t wan = 0;
+  };
+  void add_port(std::uint64_t messages) { port_ = std::max(port_, messages); }
+  void add_uplink(const Uplink& one);
+  void share(std::uint64_t ranks);  // of a host, which all do the same
+
+  std::uint64_t port() const { return port_; }
+  const std::vector<Uplink>& uplinks() const { return uplinks_; }
+
+ private:
+  std::uint64_t port_ = 0;
+  std::vector<Uplink> uplinks_;
+};
+
 // Messages that are sent at the same time.
 struct Pattern {
   ByLevel edges{};  // all of them
-  ByLevel port{};   // most of them that leave through one port, or come in through one
-  ByLevel both{};   // the same with what leaves and what comes in added up
+  Load load;        // where they leave or come in
+  Load both;        // the same with what leaves and what comes in added up
   Level worst() const;
 };
 
@@ -40,8 +61,9 @@ struct Shape {
   Pattern two_rings;                // r to r+1 and to r-1
   std::vector<Exchange> butterfly;  // its rounds, of a reduce-scatter
   std::vector<Exchange> bruck;      // its rounds, of an all_gather
-  ByLevel pairs{};                  // messages through one port when every rank sends to every other one
-  ByLevel fan{};                    // the same when only one rank sends
+  Load pairs;                       // when every rank sends to every other one
+  Load fan;                         // when only one rank does
+  Level worst = Level::host;        // of all pairs
   Trees trees;                      // of an all_reduce
   Trees rooted;                     // of a reduce to rank 0
 
@@ -50,8 +72,6 @@ struct Shape {
   // `world` ranks, any two of them at `level`, each sharing its port with `sharing` that do the same in other groups
   // (where one rank sends to many, it alone does).
   static Shape uniform(std::int32_t world, Level level, std::uint64_t sharing);
-
-  Level worst() const;  // of all pairs
 };
 
 }  // namespace torch_iroh::collective

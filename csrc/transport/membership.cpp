@@ -29,11 +29,6 @@ std::string host_name() {
   return gethostname(name, sizeof name - 1) == 0 ? name : "?";
 }
 
-std::vector<std::uint8_t> to_bytes(ByteWriter& out) {
-  const auto* from = reinterpret_cast<const std::uint8_t*>(out.bytes().data());
-  return {from, from + out.bytes().size()};
-}
-
 void await(KeyValueStore& store, const JoinRequest& request, const std::vector<int>& ranks,
            const std::vector<std::string>& keys, TimePoint deadline) {
   const Duration left = std::max<Duration>(deadline - Clock::now(), milliseconds(1));
@@ -161,8 +156,8 @@ std::vector<std::uint8_t> encode(const Record& record) {
   for (const std::string& address : record.addr.direct) out.put_text(address);
   const HostIntroduction& sharing = record.sharing;
   out.put_text(record.site).put_text(sharing.host).put(sharing.pid).put(sharing.memory).put(sharing.nonce);
-  out.put(sharing.bell).put(sharing.bell_nonce).put_text(record.plan);
-  return to_bytes(out);
+  out.put(sharing.bell).put(sharing.bell_nonce).put_text(record.plan).put(static_cast<std::uint8_t>(record.probe));
+  return out.octets();
 }
 
 Record decode_record(const std::vector<std::uint8_t>& bytes) {
@@ -195,6 +190,9 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
   sharing.bell_nonce = in.get<std::uint64_t>();
   record.plan = printable(in.get_text());
   if (record.plan.size() > kMostPlanBytes) throw Error(ErrorKind::protocol, "a record with a too long plan");
+  const auto probe = in.get<std::uint8_t>();
+  if (probe > 1) throw Error(ErrorKind::protocol, "a record with an unknown wish");
+  record.probe = probe == 1;
   if (in.left() != 0) throw Error(ErrorKind::protocol, "a record with bytes behind its end");
   if (record.chunk_bytes < kLeastChunk || record.chunk_bytes > link::kMaxFrameBytes || record.chunk_bytes % 64 != 0) {
     throw Error(ErrorKind::protocol, "a record with chunks of " + std::to_string(record.chunk_bytes) + " bytes");
@@ -211,7 +209,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   if (request.rank == 0) {
     ByteWriter number;
     number.put(random_number());
-    store.set(group_key, to_bytes(number));
+    store.set(group_key, number.octets());
   } else {
     await(store, request, {0}, {group_key}, deadline);
   }
@@ -231,6 +229,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   mine.sharing = team ? team->introduction() : HostIntroduction{host_identity()};
   mine.site = request.site;
   mine.plan = request.plan;
+  mine.probe = request.probe;
   store.set(rank_key(request.rank), encode(mine));
 
   std::vector<int> ranks;
@@ -266,6 +265,10 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   }
   joined.transport->set_members(members, wire_version);
   joined.levels = levels_of(records);
+  joined.probe = joined.levels.front().size() > 1 &&
+                 std::all_of(records.begin(), records.end(), [](const Record& record) { return record.probe; });
+  joined.meeting = {prefix, number, std::move(members), wire_version, {}};
+  for (const Record& record : records) joined.meeting.hints.push_back(record.site);
   joined.team = settle_team(store, request, prefix, records, std::move(team), deadline);
   return joined;
 }

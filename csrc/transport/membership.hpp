@@ -34,6 +34,7 @@ struct Record {
   std::string site{};   // ranks that name the same site have a fast network between them; empty: not said
   HostIntroduction sharing{};
   std::string plan{};  // what the user fixed of how collectives run; equal on all ranks
+  bool probe = false;  // wants the links measured
   iroh::EndpointAddr addr;
 };
 
@@ -54,7 +55,17 @@ struct JoinRequest {
   Duration timeout{};
   std::string site{};               // equal on all ranks of a host
   std::string plan{};               // equal on all ranks
+  bool probe = false;               // with the other ranks if all want it
   Sharing sharing = Sharing::none;  // at most, with the other ranks if all are on this host and want it too
+};
+
+// What it takes for members to meet again (probe.hpp).
+struct Meeting {
+  std::string prefix;  // of the group's keys in the store
+  std::uint64_t group = 0;
+  std::vector<iroh::EndpointAddr> members;
+  std::uint8_t wire_version = 0;
+  std::vector<std::string> hints;  // by rank: the site that it names
 };
 
 struct Joined {
@@ -62,6 +73,8 @@ struct Joined {
   std::uint32_t chunk_bytes = 0;  // the smallest that any rank asked for
   // Ranks by host and by site (levels[0], levels[1]), both in the order of their first ranks.
   std::vector<std::vector<std::vector<std::int32_t>>> levels;
+  bool probe = false;  // several hosts, and all ranks want their links measured
+  Meeting meeting;
   std::unique_ptr<HostTeam> team;  // when all ranks share memory, as all of them know
 };
 

@@ -1,9 +1,10 @@
 // What the links between the ranks of a group cost, in whole numbers that are equal on all ranks, and which hosts make
-// a site. Numbers only; who measures them is network_probe.cpp.
+// a site. Numbers only; who measures them is probe.cpp.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 namespace torch_iroh::transport {
@@ -25,5 +26,18 @@ struct Network {
   std::vector<std::int32_t> site_of;  // by rank
   bool operator==(const Network&) const = default;
 };
+
+// What rank 0 tells the group: the links and `network.site_of` by host (host_of is known to all), or why there is none.
+struct Decision {
+  Network network{};
+  std::string failure{};  // not empty: the network is not known
+};
+
+// Ranks by what they have in common, in the order of their first ranks.
+std::vector<std::vector<std::int32_t>> grouped(const std::vector<std::int32_t>& number_of);
+
+std::vector<std::uint8_t> encode(const Decision& decision);
+// Throws Error(protocol) when it is no decision for that many hosts.
+Decision decode_decision(const std::vector<std::uint8_t>& bytes, std::size_t hosts);
 
 }  // namespace torch_iroh::transport

@@ -12,6 +12,7 @@
 #include "collective/chooser.hpp"
 #include "collective/costs.hpp"
 #include "collective/hierarchy.hpp"
+#include "collective/planner.hpp"
 #include "collective/simulator.hpp"
 #include "support.hpp"
 
@@ -63,7 +64,10 @@ LinkModel model_of(const World& world, const Network& network) {
                 .message_cost = static_cast<double>(network.message_ns) * 1e-9,
                 .byte_cost = static_cast<double>(network.cpu_byte_ps) * 1e-12};
   };
-  return {link(network.host), link(network.site), link(network.wan), world.ranks_per_host, world.hosts_per_site};
+  LinkModel model{link(network.host), link(network.site), link(network.wan), world.ranks_per_host,
+                  world.hosts_per_site};
+  model.one_uplink = true;
+  return model;
 }
 
 std::shared_ptr<const Hierarchy> hierarchy_of(const World& world) {
@@ -115,6 +119,8 @@ TEST_CASE("costs: the choice is near the best of what the simulator finds") {
           for (int i = 0; i < kAlgorithmCount; ++i) {
             request.algorithm = static_cast<Algorithm>(i);
             if (!supports(request.algorithm, request)) continue;
+            const bool direct = request.algorithm == Algorithm::direct;
+            if (direct && world.ranks() > kDirectWorld) continue;  // not to be chosen
             const double seconds = simulate(cast_everyone(request), 4, model_of(world, network)).seconds;
             if (best == 0 || seconds < best) best = seconds;
             if (request.algorithm == chosen) mine = seconds;
@@ -137,8 +143,9 @@ TEST_CASE("costs: the choice is near the best of what the simulator finds") {
     }
   }
   INFO(cells << " cells, " << off << " above 1.25, the worst " << worst);
-  // Those are broadcast and reduce through several levels, whose overlap no formula here has, and sizes where two
-  // algorithms change places. TEST_COSTS_SHOW=1 lists them.
+  // Five, up to 1.39: operations through levels, whose overlap no formula here has (broadcast of 512 KiB to 4 hosts of
+  // 8 ranks, reduce_scatter of 64 MiB among 3 sites of 3 hosts), and sizes where two algorithms change places.
+  // TEST_COSTS_SHOW=1 lists them.
   CHECK(off * 200 <= cells);
   CHECK(worst < 1.5);
 }

@@ -584,6 +584,7 @@ def record_of(
     members: bytes = b"",
     wire: tuple[int, int] = (1, 1),
     plan: bytes = b"",
+    probe: int = 0,
 ) -> bytes:
     own = [one.encode() for one in endpoint.addresses()] if addresses is None else addresses
     parts = [b"TIR3", struct.pack("<BBI", *wire, chunk_bytes)]
@@ -598,7 +599,7 @@ def record_of(
         parts += [struct.pack("<H", len(one)), one]
     no_site_no_host = b"\0\0" * 2
     shares_no_memory = struct.pack("<iiQiQ", 0, -1, 0, -1, 0)
-    own_plan = struct.pack("<H", len(plan)) + plan
+    own_plan = struct.pack("<H", len(plan)) + plan + bytes([probe])
     return b"".join([*parts, no_site_no_host, shares_no_memory, own_plan])
 
 
@@ -617,6 +618,7 @@ RECORDS: dict[str, tuple[Callable[[Any, Entry], bytes], str]] = {
     "id of rank 0": (lambda endpoint, other: other.raw, "rank 0"),
     "another wire version": (lambda endpoint, other: record_of(endpoint, wire=(7, 9)), "wire version"),
     "another plan": (lambda endpoint, other: record_of(endpoint, plan=b"*=ring"), "disagree about the plan"),
+    "a wish of its own": (lambda endpoint, other: record_of(endpoint, probe=7), "unknown wish"),
     "a plan of 60 KB": (lambda endpoint, other: record_of(endpoint, plan=b"x" * 60_000), "too long plan"),
     "other members": (lambda endpoint, other: record_of(endpoint, members=b"0, 5"), "who is in this group"),
 }
