@@ -120,33 +120,36 @@ def shaped_rank(rank: int, names: list[str], host_of: list[int], store: str, siz
     return work(rank, world, dist.FileStore(store, world), log, sizes)
 
 
-@pytest.mark.parametrize("sites", [[0, 0, 0, 1, 1, 1], [0, 1, 0, 1, 0, 1]], ids=["contiguous", "interleaved"])
+@pytest.mark.parametrize("sites", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=["contiguous", "interleaved"])
 def test_two_sites_are_found_and_an_all_reduce_goes_by_levels(tmp_path: Path, sites: list[int]) -> None:
     small, large = 4 << 10, 512 << 10
+    host_of = [rank // 3 for rank in range(12)]
     environment = {"TORCH_IROH_LOG": "info"}
     with (
-        shaped.shaped(6, bits_per_second=200e6, delay=0.015, sites=sites, near=0.0002) as names,
-        Ranks(6, environment=environment) as ranks,
+        shaped.shaped(4, bits_per_second=200e6, delay=0.015, sites=sites, near=0.0002) as names,
+        Ranks(12, environment=environment) as ranks,
     ):
         seen = ranks.run(
-            shaped_rank, names, list(range(6)), str(tmp_path / "store"), [small, large], str(tmp_path), deadline=200
+            shaped_rank, names, host_of, str(tmp_path / "store"), [small, large], str(tmp_path), deadline=200
         )
     network = seen[0].network
     assert network is not None, seen[0].log
     assert all(one.network == network for one in seen)  # one decision
     print(network, max(one.seconds for one in seen), seen[0].log)
-    assert network.hosts == [[rank] for rank in range(6)]
-    assert network.sites == [[rank for rank in range(6) if sites[rank] == site] for site in (0, 1)]
+    assert network.hosts == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert network.sites == [[rank for rank in range(12) if sites[host_of[rank]] == site] for site in (0, 1)]
     assert 0.01 <= network.wan.latency <= 0.02
     assert network.site.latency <= 0.0015
     # QUIC's slow start and headers let it see less than the wire has, never much more.
-    assert 2e6 <= network.wan.bandwidth <= 30e6
+    assert 2e6 <= network.wan.bandwidth <= 50e6
     chosen = {one.bytes: one for one in seen[0].choices if one.op == "all_reduce"}
     assert chosen[large].algorithm == "hierarchical", chosen
     assert chosen[large].count == 3 and chosen[large].predicted_seconds is not None
     # Said once for each size, by each rank.
     for one in seen:
-        said = [line for line in one.log if re.search(r"all_reduce 512 KiB, hierarchical: predicted .* m?s, took", line)]
+        said = [
+            line for line in one.log if re.search(r"all_reduce 512 KiB, hierarchical: predicted .* m?s, took", line)
+        ]
         assert len(said) == 1, one.log
 
 
@@ -159,7 +162,8 @@ def test_ranks_of_one_host_are_measured_once(tmp_path: Path) -> None:
         assert one.network is not None
         assert one.network.hosts == one.network.sites == [[0, 2], [1, 3]]
         assert one.network.site == one.network.wan  # there is no link within a site
-        assert [choice.algorithm for choice in one.choices if choice.op == "all_reduce"] == ["hierarchical"]
+        (chosen,) = (choice.algorithm for choice in one.choices if choice.op == "all_reduce")
+        assert chosen in ("hierarchical", "butterfly")  # which move the same here
 
 
 def lone_rank(rank: int, world: int, store: str, folder: str, options: dict[str, Any], site: str = "") -> Seen:
