@@ -1,4 +1,4 @@
-"""A group that measures its links when it is made: what it finds, who may decide otherwise, and what happens when it fails.
+"""A group that measures its links when it is made: what it finds, who decides otherwise, and probes that fail.
 
 Hosts are namespaces with known links (shaped.py), or, where links do not matter, processes of one machine that count as
 hosts of their own because each has an IPC namespace.
@@ -52,12 +52,12 @@ class Log:
     """What this process writes to stderr, its native code included."""
 
     def __init__(self, path: str) -> None:
-        self._file = open(path, "w+")
-        os.dup2(self._file.fileno(), 2)
+        self._path = Path(path)
+        with self._path.open("w") as file:
+            os.dup2(file.fileno(), 2)
 
     def lines(self) -> list[str]:
-        self._file.seek(0)
-        return [line for line in self._file.read().splitlines() if line.startswith("torch-iroh[")]
+        return [line for line in self._path.read_text().splitlines() if line.startswith("torch-iroh[")]
 
 
 class Meddling(dist.Store):
