@@ -65,12 +65,12 @@ std::string repr(const IrohOptions& options) {
 }
 
 // As the fields of torch_iroh.Link.
-py::dict to_dict(const transport::LinkCost& link, const transport::Network& network) {
+py::dict to_dict(const transport::LinkCost& link) {
   py::dict fields;
   fields["latency"] = static_cast<double>(link.latency_ns) * 1e-9;
   fields["bandwidth"] = 1e12 / static_cast<double>(std::max<std::uint64_t>(1, link.byte_ps));
-  fields["message_seconds"] = static_cast<double>(network.message_ns) * 1e-9;
-  fields["byte_seconds"] = static_cast<double>(network.cpu_byte_ps) * 1e-12;
+  fields["message_seconds"] = static_cast<double>(link.message_ns) * 1e-9;
+  fields["byte_seconds"] = static_cast<double>(link.cpu_byte_ps) * 1e-12;
   return fields;
 }
 
@@ -78,9 +78,9 @@ py::dict to_dict(const transport::Network& network) {
   py::dict fields;
   fields["hosts"] = transport::grouped(network.host_of);
   fields["sites"] = transport::grouped(network.site_of);
-  fields["host"] = to_dict(network.host, network);
-  fields["site"] = to_dict(network.site, network);
-  fields["wan"] = to_dict(network.wan, network);
+  fields["host"] = to_dict(network.host);
+  fields["site"] = to_dict(network.site);
+  fields["wan"] = to_dict(network.wan);
   return fields;
 }
 

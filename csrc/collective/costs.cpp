@@ -63,13 +63,14 @@ class Pricer {
   Ns shard(Ns bytes) const { return parts_of(bytes, world_); }
   Ns first_chunk(Ns message) const { return std::min(message, chunk_bytes_); }
   Ns chunks(Ns message) const { return std::max<Ns>(1, parts_of(message, chunk_bytes_)); }
-  Ns work(Ns messages, Ns message) const {  // of a processor, at one end
-    return plus(times(times(messages, chunks(message)), network_.message_ns),
-                ns_of(times(messages, message), network_.cpu_byte_ps));
+  // Of a processor, at one end.
+  Ns work(Level level, Ns messages, Ns message) const {
+    return plus(times(times(messages, chunks(message)), link(level).message_ns),
+                ns_of(times(messages, message), link(level).cpu_byte_ps));
   }
   // One chunk from memory to memory.
   Ns hop(Level level, Ns chunk) const {
-    return plus(plus(link(level).latency_ns, ns_of(chunk, link(level).byte_ps)), times(2, work(1, chunk)));
+    return plus(plus(link(level).latency_ns, ns_of(chunk, link(level).byte_ps)), times(2, work(level, 1, chunk)));
   }
   // The busiest port's or uplink's time for messages of `bytes` each.
   Ns busiest(const Load& load, Ns bytes) const {
@@ -85,8 +86,8 @@ class Pricer {
   // A processor is the bound (and one chunk must still get through) or a port is (and both ends still do one chunk).
   Ns round(Level worst, const Load& load, Ns bytes, Ns sent, Ns received) const {
     const Ns chunk = first_chunk(bytes);
-    const Ns busy = plus(work(plus(sent, received), bytes), ns_of(chunk, link(worst).byte_ps));
-    const Ns wire = plus(busiest(load, bytes), times(2, work(1, chunk)));
+    const Ns busy = plus(work(worst, plus(sent, received), bytes), ns_of(chunk, link(worst).byte_ps));
+    const Ns wire = plus(busiest(load, bytes), times(2, work(worst, 1, chunk)));
     return plus(link(worst).latency_ns, std::max(busy, wire));
   }
 
@@ -96,16 +97,19 @@ class Pricer {
     const Ns rounds = times(others_, op == Op::all_reduce ? 2 : 1);
     const Ns message = parts_of(shard(bytes), ways);
     const Ns chunk = first_chunk(message);
+    const Level worst = shape_.ring.worst();
     Ns way_round = 0;
-    for (std::size_t level = 0; level < kLevels; ++level)
-      way_round = plus(way_round, times(shape_.ring.edges[level], hop(static_cast<Level>(level), chunk)));
-    // Both rings run at once: each hop of one waits for about one of the other's.
-    way_round = plus(way_round, times(ways - 1, times(world_, times(2, work(1, chunk)))));
+    for (std::size_t level = 0; level < kLevels; ++level) {
+      const auto at = static_cast<Level>(level);
+      // Both rings run at once: each hop of one waits for about one of the other's.
+      const Ns other = times(ways - 1, times(2, work(at, 1, chunk)));
+      way_round = plus(way_round, times(shape_.ring.edges[level], plus(hop(at, chunk), other)));
+    }
     const Ns port = busiest(ways == 1 ? shape_.ring.load : shape_.two_rings.load, message);
-    const Ns busy = times(times(2, ways), work(1, message));
+    const Ns busy = times(times(2, ways), work(worst, 1, message));
     const Ns rest = busiest(shape_.ring.load, message - chunk);
     const Ns by_latency = plus(times(rounds, way_round) / world_, rest);
-    const Ns by_rate = plus(times(rounds, std::max(port, busy)), hop(shape_.ring.worst(), 0));
+    const Ns by_rate = plus(times(rounds, std::max(port, busy)), hop(worst, 0));
     return std::max(by_latency, by_rate);
   }
 
@@ -115,7 +119,7 @@ class Pricer {
     Ns way = 0;
     for (std::size_t level = 0; level < kLevels; ++level)
       way = plus(way, times(shape_.ring.edges[level], hop(static_cast<Level>(level), chunk)));
-    const Ns pace = std::max(busiest(shape_.ring.load, chunk), times(2, work(1, chunk)));
+    const Ns pace = std::max(busiest(shape_.ring.load, chunk), times(2, work(shape_.ring.worst(), 1, chunk)));
     return plus(times(way, others_) / world_, times(chunks(bytes) - 1, pace));
   }
 
@@ -145,11 +149,11 @@ class Pricer {
     Ns way = 0;
     for (std::size_t level = 0; level < kLevels; ++level) {
       const auto at = static_cast<Level>(level);
-      const Ns second_child = plus(ns_of(chunk, link(at).byte_ps), work(1, chunk));
+      const Ns second_child = plus(ns_of(chunk, link(at).byte_ps), work(at, 1, chunk));
       way = plus(way, times(trees.path[level], plus(hop(at, chunk), second_child / 2)));
     }
     // Of a rank, in one direction: up to 2 messages in and 2 out.
-    const Ns busy = rest > 0 ? work(both_ways ? 8 : 4, rest) : 0;
+    const Ns busy = rest > 0 ? work(trees.pattern.worst(), both_ways ? 8 : 4, rest) : 0;
     Ns wire = busiest(both_ways ? trees.pattern.both : trees.pattern.load, rest);
     // With a root outside, the second tree's half begins when that of the first is half through (as simulated).
     if (!both_ways && world_ > 3) wire = plus(wire, wire / 2);

@@ -15,12 +15,17 @@ constexpr std::size_t kMostFailureBytes = 1000;
 constexpr std::uint64_t kMostNs = 60'000'000'000;
 constexpr std::uint64_t kMostPs = 1'000'000'000;
 
-// u32 magic | u8 found | found: u64 x 8 costs, u32 hosts, u32 site of each host | else: text
-using Costs = std::array<std::uint64_t, 8>;
+// u32 magic | u8 found | found: u64 x 12 costs, u32 hosts, u32 site of each host | else: text
+using Costs = std::array<std::uint64_t, 12>;
 
 Costs costs_of(const Network& network) {
-  return {network.host.latency_ns, network.host.byte_ps, network.site.latency_ns, network.site.byte_ps,
-          network.wan.latency_ns,  network.wan.byte_ps,  network.message_ns,      network.cpu_byte_ps};
+  Costs costs{};
+  std::size_t next = 0;
+  for (const LinkCost* link : {&network.host, &network.site, &network.wan}) {
+    for (const std::uint64_t cost : {link->latency_ns, link->byte_ps, link->message_ns, link->cpu_byte_ps})
+      costs[next++] = cost;
+  }
+  return costs;
 }
 
 }  // namespace
@@ -68,11 +73,9 @@ Decision decode_decision(const std::vector<std::uint8_t>& bytes, std::size_t hos
       if (costs[i] > (is_time ? kMostNs : kMostPs)) throw Error(ErrorKind::protocol, "links slower than any link");
     }
     Network& network = decision.network;
-    network.host = {costs[0], costs[1]};
-    network.site = {costs[2], costs[3]};
-    network.wan = {costs[4], costs[5]};
-    network.message_ns = costs[6];
-    network.cpu_byte_ps = costs[7];
+    network.host = {costs[0], costs[1], costs[2], costs[3]};
+    network.site = {costs[4], costs[5], costs[6], costs[7]};
+    network.wan = {costs[8], costs[9], costs[10], costs[11]};
     if (in.get<std::uint32_t>() != hosts) throw Error(ErrorKind::protocol, "links of another number of hosts");
     std::int32_t sites = 0;
     for (std::size_t host = 0; host < hosts; ++host) {

@@ -12,11 +12,11 @@ constexpr std::size_t kCandidates = 4;
 constexpr std::size_t kCandidatesOfMany = 2;
 constexpr std::size_t kMany = 16;
 
-// Of iroh on loopback (docs/scaling.md); nobody measures them at run time.
+// What a processor does for iroh, as on loopback (docs/scaling.md); nobody measures it at run time.
 constexpr std::uint64_t kMessageNs = 230'000;
 constexpr std::uint64_t kCpuBytePs = 3'600;
-// Within a host nothing but processors is slow.
-constexpr LinkCost kHost = {50'000, 100};
+// Ranks of a host send through iroh too: nothing but the processor is slow.
+constexpr LinkCost kHost = {50'000, 100, kMessageNs, kCpuBytePs};
 
 }  // namespace
 
@@ -143,8 +143,7 @@ Network network_of(const std::vector<std::int32_t>& site_of, const std::vector<R
                    const std::vector<Flow>& flows) {
   Network network;
   network.host = kHost;
-  network.message_ns = kMessageNs;
-  network.cpu_byte_ps = kCpuBytePs;
+  network.site = network.wan = {0, 0, kMessageNs, kCpuBytePs};
   network.site_of = site_of;
   const auto link_between = [&](std::int32_t a, std::int32_t b) -> LinkCost& {
     return site_of[static_cast<std::size_t>(a)] == site_of[static_cast<std::size_t>(b)] ? network.site : network.wan;

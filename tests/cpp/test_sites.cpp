@@ -228,10 +228,12 @@ TEST_CASE("links: the slowest of each level decides") {
       {0, 1, 400, false}, {2, 3, 1000, false}, {0, 2, 41'000, false}, {1, 3, 19'000, false}};
   const std::vector<Flow> flows = {{0, 1, 120'000'000}, {1, 2, 12'000'000}, {2, 3, 55'000'000}, {3, 0, 20'000'000}};
   const Network network = network_of(sites, reaches, flows);
-  CHECK(network.site == LinkCost{500'000, 20'000});     // 1 ms round trip; 55 MB/s is 18.2 ns
-  CHECK(network.wan == LinkCost{20'000'000, 100'000});  // 41 ms; 12 MB/s is 83 ns
+  CHECK(network.site.latency_ns == 500'000);
+  CHECK(network.site.byte_ps == 20'000);  // 1 ms round trip; 55 MB/s is 18.2 ns
+  CHECK(network.wan.latency_ns == 20'000'000);
+  CHECK(network.wan.byte_ps == 100'000);  // 41 ms; 12 MB/s is 83 ns
   CHECK(network.site_of == sites);
-  CHECK(network.message_ns > 0);
+  CHECK(network.wan.message_ns > 0);
 }
 
 TEST_CASE("links: a level without links costs what the other one does") {
@@ -248,7 +250,7 @@ TEST_CASE("links: a rate of nothing is a very slow link, not a division by it") 
 
 TEST_CASE("decision: comes back as it went; what is none is refused") {
   Decision decision;
-  decision.network = {{1, 2}, {3, 4}, {5, 6}, 7, 8, {}, {0, 1, 0, 2}};
+  decision.network = {{1, 2, 7, 8}, {3, 4, 9, 10}, {5, 6, 11, 12}, {}, {0, 1, 0, 2}};
   const auto good = encode(decision);
   CHECK(decode_decision(good, 4).network == decision.network);
   CHECK(decode_decision(good, 4).failure.empty());
@@ -287,7 +289,7 @@ TEST_CASE("decision: a failure keeps its words, as they may be shown") {
 TEST_CASE("decision: noise is read or refused, never more") {
   std::mt19937_64 random(11);
   Decision decision;
-  decision.network = {{1, 2}, {3, 4}, {5, 6}, 7, 8, {}, {0, 1, 0, 2}};
+  decision.network = {{1, 2, 7, 8}, {3, 4, 9, 10}, {5, 6, 11, 12}, {}, {0, 1, 0, 2}};
   const auto good = encode(decision);
   for (int round = 0; round < 20'000; ++round) {
     auto bytes = good;
