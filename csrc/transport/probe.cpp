@@ -63,7 +63,7 @@ class Part {
       const std::string key = step_key(number);
       const Duration left = std::max<Duration>(deadline - Clock::now(), milliseconds(1));
       if (!store_.wait({key}, left)) return;  // who waits for the decision says that rank 0 is silent
-      const Step step = probe::decode_step(store_.get(key), hosts());
+      const Step step = step_of(key);
       if (step.kind == Kind::stop) return;
       Bytes answer;
       try {
@@ -72,6 +72,15 @@ class Part {
         answer = probe::encode(Error(error.kind(), "rank " + std::to_string(leader(host_)) + ": " + error.what()));
       }
       store_.set(found_key(number, static_cast<std::size_t>(host_)), answer);
+    }
+  }
+
+  Step step_of(const std::string& key) const {
+    try {
+      return probe::decode_step(store_.get(key), hosts());
+    } catch (const Error& error) {
+      throw Error(ErrorKind::protocol, "rank " + std::to_string(leader(host_)) + ": the store's entry " + key +
+                                           " of rank 0 is unreadable: " + error.what());
     }
   }
 

@@ -70,7 +70,7 @@ std::vector<Prober::Answer> Prober::ask(const std::vector<int>& ranks, TimePoint
         due.emplace_back(rank, next_ping_);
         peer.ask_again = now + kRepeat;
       }
-      next = std::min(next, peer.ask_again);
+      if (peer.pings.size() < kMostPings) next = std::min(next, peer.ask_again);
       if (peer.pongs > 0) next = std::min(next, peer.first_pong + kLongEnough);
     }
     if (all || now >= by) break;

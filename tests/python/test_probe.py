@@ -265,25 +265,33 @@ def test_probes_that_fail_are_said_once_and_the_group_works(tmp_path: Path, what
     assert re.search(FAILURES[what][1], warning), warning
 
 
-def lie(key: str, value: bytes) -> bytes:
+def lie_about_the_links(key: str, value: bytes) -> bytes:
     return value[:-1] + b"\xff" if key.endswith("probe/decision") else value
 
 
-def lied_to(rank: int, path: str) -> str:
+def lie_about_the_work(key: str, value: bytes) -> bytes:
+    return b"\x09\0\0\0" if key.endswith("probe/step/0") else value
+
+
+LIES = {
+    "links": (lie_about_the_links, [0, 1], "probe/decision of rank 0 is unreadable: sites out of order"),
+    "work": (lie_about_the_work, [1], "probe/step/0 of rank 0 is unreadable: an unknown step"),
+}
+
+
+def lied_to(rank: int, path: str, what: str) -> str:
     assert alone_on_its_host()
     try:
-        work(rank, 2, Meddling(path, 2, lie), None, [])
+        work(rank, 2, Meddling(path, 2, LIES[what][0]), None, [])
     except dist.DistBackendError as error:
         return str(error)
     return ""
 
 
-def test_a_decision_that_is_none_is_an_error_that_names_its_writer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", LIES)
+def test_an_entry_of_rank_0_that_is_none_is_an_error_that_names_it(tmp_path: Path, what: str) -> None:
     with Ranks(2) as ranks:
-        for text in values_of(_outcomes(ranks, lied_to, str(tmp_path / "store"))):
-            assert re.search(r"probe/decision of rank 0 is unreadable: sites out of order", text), text
-
-
-def _outcomes(ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> Any:
-    ranks.start(function, *arguments)
-    return ranks.collect(60)
+        ranks.start(lied_to, str(tmp_path / "store"), what)
+        found = values_of(ranks.collect(60))
+    for rank in LIES[what][1]:
+        assert LIES[what][2] in found[rank], found
