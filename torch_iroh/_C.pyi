@@ -5,8 +5,10 @@ from typing import Any
 class Options:
     chunk_bytes: int | None
     algorithm: str | None
+    plan: str | None
     connect: str | None
     shared_memory: str | None
+    probe: str | None
     site: str | None
     inner: str | None
     streams: int | None
@@ -21,8 +23,10 @@ class Options:
         *,
         chunk_bytes: int | None = None,
         algorithm: str | None = None,
+        plan: str | None = None,
         connect: str | None = None,
         shared_memory: str | None = None,
+        probe: str | None = None,
         site: str | None = None,
         inner: str | None = None,
         streams: int | None = None,

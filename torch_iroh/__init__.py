@@ -19,14 +19,16 @@ if TYPE_CHECKING:
     from torch_iroh._C import Options
     from torch_iroh._monitored import monitored_barrier
     from torch_iroh._plan import Link, Plan, plan
-    from torch_iroh._statistics import GroupStats, PeerStats, stats
+    from torch_iroh._statistics import ChoiceStats, GroupStats, NetworkStats, PeerStats, stats
     from torch_iroh.in_process import InProcessRank, InProcessWorld
 
 __all__ = [
+    "ChoiceStats",
     "GroupStats",
     "InProcessRank",
     "InProcessWorld",
     "Link",
+    "NetworkStats",
     "Options",
     "PeerStats",
     "Plan",
@@ -38,10 +40,12 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
+    "ChoiceStats": "torch_iroh._statistics",
     "GroupStats": "torch_iroh._statistics",
     "InProcessRank": "torch_iroh.in_process",
     "InProcessWorld": "torch_iroh.in_process",
     "Link": "torch_iroh._plan",
+    "NetworkStats": "torch_iroh._statistics",
     "PeerStats": "torch_iroh._statistics",
     "Plan": "torch_iroh._plan",
     "monitored_barrier": "torch_iroh._monitored",

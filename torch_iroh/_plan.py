@@ -111,6 +111,7 @@ def plan(
     wan: Link = WAN,
     local_byte_seconds: float = 0.0,
     algorithm: str = "auto",
+    pins: str | None = None,
     dtype: str = "float32",
     chunk_bytes: int = 256 << 10,
     seed: int = 1,
@@ -131,6 +132,8 @@ def plan(
         algorithm: "ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck", "hierarchical" (its levels are
             the hosts and sites, in groups of at most 32), or "auto": the fastest of those that can be predicted. One
             that does not cover the collective is planned as its nearest kin, and ``Plan.algorithm`` names that.
+        pins: a plan as in ``Options(plan=...)``, which may fix the algorithm and the chunk of this collective; in place
+            of `algorithm`. A group with the same plan runs what this predicts.
         dtype: of the elements, a torch name.
         chunk_bytes: into which messages are cut, as ``Options.chunk_bytes``.
         seed: of the jitter.
@@ -157,6 +160,11 @@ def plan(
         raise ValueError(f"plan: local_byte_seconds {local_byte_seconds} is not a number from 0 up")
     from torch_iroh._native import core_module
 
+    if pins is not None:
+        if algorithm != "auto":
+            raise ValueError(f"plan: algorithm {algorithm!r} beside pins; allowed: one of them")
+        algorithm, pinned_chunk = core_module().pinned(plan=pins, op=op, bytes=bytes)
+        chunk_bytes = pinned_chunk or chunk_bytes
     links = {name: dataclasses.asdict(link) for name, link in (("host", host), ("site", site), ("wan", wan))}
     tried: list[dict[str, Any]] = core_module().plan(
         op=op,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_iroh._groups import iroh_backend
+from torch_iroh._plan import Link
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -33,6 +34,46 @@ class PeerStats:
 
 
 @dataclass(frozen=True)
+class NetworkStats:
+    """The links of a group as its probes found them, equal on all ranks. Its links fit :func:`torch_iroh.plan`.
+
+    Attributes:
+        hosts: the ranks of each host.
+        sites: the ranks of each site: hosts that name one, or that reach each other within 3 ms.
+        host: the links within a host: assumed, not measured.
+        site: the slowest link between hosts of a site, rounded to 1, 2 or 5 times a power of ten.
+        wan: the same between sites. Where one of the two does not exist, it is a copy of the other.
+    """
+
+    hosts: list[list[int]]
+    sites: list[list[int]]
+    host: Link
+    site: Link
+    wan: Link
+
+
+@dataclass(frozen=True)
+class ChoiceStats:
+    """What ran a collective of one size.
+
+    Attributes:
+        op: the collective.
+        bytes: the power of two that holds the whole.
+        algorithm: what ran it.
+        count: how many are done.
+        predicted_seconds: of the last one; None where the links are not known.
+        mean_seconds: from its turn to its end on this rank, without the first, which may have had to connect.
+    """
+
+    op: str
+    bytes: int
+    algorithm: str
+    count: int
+    predicted_seconds: float | None
+    mean_seconds: float
+
+
+@dataclass(frozen=True)
 class GroupStats:
     """The group since it was made.
 
@@ -40,11 +81,17 @@ class GroupStats:
         collectives: collectives that are done.
         busy_seconds: wall time with at least one operation in flight.
         peers: the other ranks, in rank order.
+        plan: what ``Options(plan=...)`` or ``algorithm`` fixed, "" when nothing.
+        network: its links; None where they were not measured (one host, a plan, ``probe="off"``, or it failed).
+        choices: what ran its collectives; empty where they go through shared memory.
     """
 
     collectives: int
     busy_seconds: float
     peers: list[PeerStats]
+    plan: str
+    network: NetworkStats | None
+    choices: list[ChoiceStats]
 
     @property
     def bytes_sent(self) -> int:
@@ -64,8 +111,17 @@ def stats(group: ProcessGroup | None = None) -> GroupStats:
         ValueError: the group has another backend, or there is no default group.
     """
     raw = iroh_backend(group).stats()
+    network = raw["network"]
     return GroupStats(
         collectives=raw["collectives"],
         busy_seconds=raw["busy_seconds"],
         peers=[PeerStats(**peer) for peer in raw["peers"]],
+        plan=raw["plan"],
+        network=network
+        and NetworkStats(
+            hosts=network["hosts"],
+            sites=network["sites"],
+            **{level: Link(**network[level]) for level in ("host", "site", "wan")},
+        ),
+        choices=[ChoiceStats(**choice) for choice in raw["choices"]],
     )

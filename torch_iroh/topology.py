@@ -85,6 +85,12 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="ring, direct, ring_bidirectional, tree, butterfly, bruck, hierarchical (auto: the fastest)",
     )
+    parser.add_argument(
+        "--plan",
+        default=None,
+        metavar="RULES",
+        help="instead of --algorithm, as TORCH_IROH_PLAN: 'all_reduce<=64KiB=tree, *=auto'",
+    )
     parser.add_argument("--json", action="store_true", help="one object with the fields of torch_iroh.Plan")
     return parser
 
@@ -109,6 +115,7 @@ def table(found: Plan) -> str:
         "bytes per rank": f"{found.bytes_per_rank}, at most",
         "chunk": f"{found.chunk_bytes} bytes",
         "simulated": how,
+        "to pin it": f"TORCH_IROH_PLAN='{found.op}={found.algorithm}'",
     }
     for name, seconds in sorted(found.alternatives.items(), key=lambda item: item[1]):
         if name != found.algorithm:
@@ -133,6 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             hosts_per_site=options.hosts_per_site or 1,
             wan=Link(latency=options.latency, bandwidth=options.bandwidth),
             algorithm=options.algorithm,
+            pins=options.plan,
             dtype=options.dtype,
         )
     except ValueError as error:

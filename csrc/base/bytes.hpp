@@ -36,6 +36,10 @@ class ByteWriter {
   }
   std::span<const std::byte> bytes() const { return bytes_; }
   std::vector<std::byte> take() { return std::move(bytes_); }
+  std::vector<std::uint8_t> octets() const {  // as a key-value store wants them
+    const auto* from = reinterpret_cast<const std::uint8_t*>(bytes_.data());
+    return {from, from + bytes_.size()};
+  }
 
  private:
   std::vector<std::byte> bytes_;

@@ -1,4 +1,5 @@
 // The Python module torch_iroh._C: the process group, its options, its statistics. Imported only when a group is made.
+#include <algorithm>
 #include <set>
 
 #include <pybind11/chrono.h>
@@ -16,8 +17,9 @@ namespace {
 using IrohOptionsPtr = c10::intrusive_ptr<IrohOptions>;
 
 IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, std::optional<std::int64_t> chunk_bytes,
-                            std::optional<std::string> algorithm, std::optional<std::string> connect,
-                            std::optional<std::string> shared_memory, std::optional<std::string> site,
+                            std::optional<std::string> algorithm, std::optional<std::string> plan,
+                            std::optional<std::string> connect, std::optional<std::string> shared_memory,
+                            std::optional<std::string> probe, std::optional<std::string> site,
                             std::optional<std::string> inner, std::optional<std::int64_t> streams,
                             IrohOptions::Seconds peer_timeout, IrohOptions::Seconds heartbeat,
                             IrohOptions::Seconds connect_timeout, std::optional<std::string> bind) {
@@ -25,8 +27,10 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
   if (timeout) options->timeout = *timeout;
   options->chunk_bytes = chunk_bytes;
   options->algorithm = std::move(algorithm);
+  options->plan = std::move(plan);
   options->connect = std::move(connect);
   options->shared_memory = std::move(shared_memory);
+  options->probe = std::move(probe);
   options->site = std::move(site);
   options->inner = std::move(inner);
   options->streams = streams;
@@ -36,9 +40,10 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
   options->bind = std::move(bind);
   // Wrong values are refused here, where the user's line is in the traceback.
   options->resolved_chunk_bytes();
-  options->resolved_algorithm();
+  options->resolved_pins();
   options->resolved_eager();
   options->resolved_shared_memory();
+  options->resolved_probe();
   options->resolved_site();
   options->resolved_inner();
   options->resolved_node_options();
@@ -53,11 +58,32 @@ std::string shown(const char* name, const std::optional<T>& value) {
 
 std::string repr(const IrohOptions& options) {
   std::string text = shown("chunk_bytes", options.chunk_bytes) + shown("algorithm", options.algorithm) +
-                     shown("connect", options.connect) + shown("shared_memory", options.shared_memory) +
+                     shown("plan", options.plan) + shown("connect", options.connect) +
+                     shown("shared_memory", options.shared_memory) + shown("probe", options.probe) +
                      shown("site", options.site) + shown("inner", options.inner) + shown("streams", options.streams) +
                      shown("peer_timeout", options.peer_timeout) + shown("heartbeat", options.heartbeat) +
                      shown("connect_timeout", options.connect_timeout) + shown("bind", options.bind);
   return "torch_iroh.Options(" + (text.empty() ? text : text.substr(2)) + ")";
+}
+
+// As the fields of torch_iroh.Link.
+py::dict to_dict(const transport::LinkCost& link) {
+  py::dict fields;
+  fields["latency"] = static_cast<double>(link.latency_ns) * 1e-9;
+  fields["bandwidth"] = 1e12 / static_cast<double>(std::max<std::uint64_t>(1, link.byte_ps));
+  fields["message_seconds"] = static_cast<double>(link.message_ns) * 1e-9;
+  fields["byte_seconds"] = static_cast<double>(link.cpu_byte_ps) * 1e-12;
+  return fields;
+}
+
+py::dict to_dict(const transport::Network& network) {
+  py::dict fields;
+  fields["hosts"] = transport::grouped(network.host_of);
+  fields["sites"] = transport::grouped(network.site_of);
+  fields["host"] = to_dict(network.host);
+  fields["site"] = to_dict(network.site);
+  fields["wan"] = to_dict(network.wan);
+  return fields;
 }
 
 py::dict to_dict(const collective::GroupStats& stats) {
@@ -76,6 +102,21 @@ py::dict to_dict(const collective::GroupStats& stats) {
   all["collectives"] = stats.collectives;
   all["busy_seconds"] = stats.busy_seconds;
   all["peers"] = peers;
+  all["plan"] = stats.plan;
+  all["network"] = stats.network ? py::object(to_dict(*stats.network)) : py::none();
+  py::list choices;
+  for (const auto& one : stats.choices) {
+    py::dict choice;
+    choice["op"] = std::string(name_of(one.choice.op));
+    choice["bytes"] = one.choice.bytes;
+    choice["algorithm"] = std::string(name_of(one.choice.algorithm));
+    choice["count"] = one.count;
+    choice["predicted_seconds"] =
+        one.choice.predicted_ns > 0 ? std::optional(static_cast<double>(one.choice.predicted_ns) * 1e-9) : std::nullopt;
+    choice["mean_seconds"] = one.mean_seconds;
+    choices.append(choice);
+  }
+  all["choices"] = choices;
   return all;
 }
 
@@ -104,10 +145,19 @@ Of this group:
         all ranks counts.
     algorithm (str): "auto" (default), "ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck" or
         "hierarchical"; equal on all ranks. An operation that it does not cover runs its nearest kin; error texts name what really ran.
+    plan (str): instead of algorithm, one for each collective and size: "all_reduce<=64KiB=tree, all_reduce=ring/1MiB,
+        *=auto". Rules are COLLECTIVE=ALGORITHM or COLLECTIVE<=SIZE=ALGORITHM, * is every collective, /SIZE a chunk, sizes
+        are those of the whole in B, KiB, MiB or GiB; the first rule that holds decides, and where none does it is "auto".
+        Ranks with different plans cannot make a group.
     connect (str): "lazy" (default) connects two ranks on their first exchange, "eager" all pairs at once.
-    shared_memory (str): "auto" (default): collectives of ranks that are all on one host go through its memory, unless an
-        algorithm is asked for; large tensors are read where they are, if the kernel permits it. "buffered": never that,
-        always through buffers. "off": through iroh. All ranks of a group do what all of them want.
+    shared_memory (str): "auto" (default): ranks of one host exchange through its memory; large tensors are read where they
+        are, if the kernel permits it. "buffered": never that, always through buffers. "off": through iroh. The ranks of a
+        host do what all of them want. An algorithm or a plan (other than auto) is for ranks that send to each other: then
+        only their messages go through memory.
+    probe (str): "auto" (default): a group of several hosts measures its links when it is made (one rank of each host,
+        up to 4 MiB and a few hundred milliseconds), finds sites (hosts within 3 ms of each other) where none are named,
+        and chooses algorithms by what a collective would take. "off", or an algorithm or plan: it does not, and fixed
+        rules choose. All ranks of a group do what all of them want.
     site (str): ranks that name the same site have a fast network between them; equal on all ranks of a host. Hosts that
         name none are sites of their own. Above 64 KiB a collective goes by levels (rank, host, site) where there are any.
     inner (str): a backend of torch for the ranks of one host, in a group of several hosts; equal on all ranks. "auto"
@@ -124,9 +174,9 @@ Of this process; the first group decides, later groups must leave them unset or 
 The group's timeout is ``init_process_group``'s ``timeout`` argument.
 )")
       .def(py::init([](const py::kwargs& kwargs) {
-        static const std::set<std::string> known = {"chunk_bytes", "algorithm",       "connect", "shared_memory",
-                                                    "site",        "inner",           "streams", "peer_timeout",
-                                                    "heartbeat",   "connect_timeout", "bind"};
+        static const std::set<std::string> known = {
+            "chunk_bytes", "algorithm", "plan",         "probe",     "connect",         "shared_memory", "site",
+            "inner",       "streams",   "peer_timeout", "heartbeat", "connect_timeout", "bind"};
         for (const auto& [key, value] : kwargs) {
           const auto name = key.cast<std::string>();
           if (known.contains(name)) continue;
@@ -147,18 +197,21 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
                                  py::str(py::type::of(kwargs[name]).attr("__name__")).template cast<std::string>());
           }
         };
-        return make_options(
-            std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
-            get("algorithm", std::optional<std::string>()), get("connect", std::optional<std::string>()),
-            get("shared_memory", std::optional<std::string>()), get("site", std::optional<std::string>()),
-            get("inner", std::optional<std::string>()), get("streams", std::optional<std::int64_t>()),
-            get("peer_timeout", std::optional<double>()), get("heartbeat", std::optional<double>()),
-            get("connect_timeout", std::optional<double>()), get("bind", std::optional<std::string>()));
+        return make_options(std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
+                            get("algorithm", std::optional<std::string>()), get("plan", std::optional<std::string>()),
+                            get("connect", std::optional<std::string>()),
+                            get("shared_memory", std::optional<std::string>()),
+                            get("probe", std::optional<std::string>()), get("site", std::optional<std::string>()),
+                            get("inner", std::optional<std::string>()), get("streams", std::optional<std::int64_t>()),
+                            get("peer_timeout", std::optional<double>()), get("heartbeat", std::optional<double>()),
+                            get("connect_timeout", std::optional<double>()), get("bind", std::optional<std::string>()));
       }))
       .def_readonly("chunk_bytes", &IrohOptions::chunk_bytes)
       .def_readonly("algorithm", &IrohOptions::algorithm)
+      .def_readonly("plan", &IrohOptions::plan)
       .def_readonly("connect", &IrohOptions::connect)
       .def_readonly("shared_memory", &IrohOptions::shared_memory)
+      .def_readonly("probe", &IrohOptions::probe)
       .def_readonly("site", &IrohOptions::site)
       .def_readonly("inner", &IrohOptions::inner)
       .def_readonly("streams", &IrohOptions::streams)

@@ -67,13 +67,21 @@ std::uint32_t IrohOptions::resolved_chunk_bytes() const {
   return static_cast<std::uint32_t>(value) & ~std::uint32_t{63};
 }
 
-std::optional<collective::Algorithm> IrohOptions::resolved_algorithm() const {
-  const std::string name = text_option(algorithm, "TORCH_IROH_ALGORITHM").value_or("auto");
-  if (name == "auto") return std::nullopt;
+collective::Pins IrohOptions::resolved_pins() const {
+  if (plan && algorithm) {
+    refuse("algorithm", "'" + *algorithm + "' beside a plan", "one of them; a plan of one algorithm is '*=ALGORITHM'");
+  }
+  // An option goes before the variable of the other one, too.
+  const auto text = algorithm ? plan : text_option(plan, "TORCH_IROH_PLAN");
+  const auto one = plan ? algorithm : text_option(algorithm, "TORCH_IROH_ALGORITHM");
+  if (text && one) refuse("TORCH_IROH_ALGORITHM", "set beside TORCH_IROH_PLAN", "one of them");
+  if (text) return collective::Pins::parse(*text);
+  const std::string name = one.value_or("auto");
+  if (name == "auto") return {};
   std::string allowed = "'auto'";
   for (int i = 0; i < collective::kAlgorithmCount; ++i) {
     const auto value = static_cast<collective::Algorithm>(i);
-    if (name_of(value) == name) return value;
+    if (name_of(value) == name) return collective::Pins::everything(value);
     allowed += ", '" + std::string(name_of(value)) + "'";
   }
   refuse("algorithm", "'" + name + "'", allowed);
@@ -100,6 +108,13 @@ std::string IrohOptions::resolved_inner() const {
     refuse("inner", "'" + printable(name) + "'", "'auto', 'nccl', 'gloo', 'none'");
   }
   return name;
+}
+
+bool IrohOptions::resolved_probe() const {
+  const std::string name = text_option(probe, "TORCH_IROH_PROBE").value_or("auto");
+  if (name != "auto" && name != "off") refuse("probe", "'" + name + "'", "'auto', 'off'");
+  // Who fixes how collectives run asks no link.
+  return name == "auto" && resolved_pins().empty();
 }
 
 transport::Sharing IrohOptions::resolved_shared_memory() const {

@@ -9,7 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "collective/schedule.hpp"
+#include "collective/pins.hpp"
 #include "link/node.hpp"
 #include "transport/membership.hpp"
 
@@ -23,8 +23,10 @@ struct IrohOptions final : ::c10d::Backend::Options {
   // Of this group.
   std::optional<std::int64_t> chunk_bytes;   // default 256 KiB; the smallest of all ranks counts
   std::optional<std::string> algorithm;      // "auto" (default) or a name of collective::Algorithm
+  std::optional<std::string> plan;           // pins by collective and size (collective/pins.hpp), or algorithm
   std::optional<std::string> connect;        // "lazy" (default): on first use; "eager": all peers at once
   std::optional<std::string> shared_memory;  // "auto" (default): between ranks of one host; "buffered", "off"
+  std::optional<std::string> probe;          // "auto" (default): several hosts measure their links; "off"
   std::optional<std::string> site;           // ranks that name the same site have a fast network between them
   std::optional<std::string> inner;          // backend inside hosts: "auto" (default), "nccl", "gloo", "none"
   // Of this process: the first group decides.
@@ -36,10 +38,11 @@ struct IrohOptions final : ::c10d::Backend::Options {
 
   // What holds in the end. Throw Error(invalid) naming the option and what is allowed.
   std::uint32_t resolved_chunk_bytes() const;
-  std::optional<collective::Algorithm> resolved_algorithm() const;
+  collective::Pins resolved_pins() const;  // of plan or algorithm
   bool resolved_eager() const;
   std::string resolved_site() const;
   std::string resolved_inner() const;
+  bool resolved_probe() const;
   transport::Sharing resolved_shared_memory() const;
   // Values that nobody set are those of the node that already runs, if one does.
   link::NodeOptions resolved_node_options() const;

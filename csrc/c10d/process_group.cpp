@@ -11,6 +11,7 @@
 #include "collective/hierarchy.hpp"
 #include "transport/in_process.hpp"
 #include "transport/membership.hpp"
+#include "transport/probe.hpp"
 #include "transport/routed.hpp"
 
 namespace torch_iroh::c10d_backend {
@@ -65,9 +66,9 @@ std::shared_ptr<transport::Transport> best_roads(const transport::Joined& joined
   return transport::make_routed(joined.transport, joined.team, peer_timeout);
 }
 
-// Who asks for an algorithm means one between ranks that send to each other.
+// Who asks for an algorithm or a plan means one between ranks that send to each other.
 bool shares_collectives(const transport::Joined& joined, const collective::GroupOptions& options) {
-  return joined.team && joined.team->is_whole() && !options.algorithm;
+  return joined.team && joined.team->is_whole() && options.pins.empty();
 }
 
 // `hosts` becomes the ranks by host.
@@ -76,7 +77,7 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   collective::GroupOptions group_options;
   group_options.name = options.group_name;
   group_options.chunk_bytes = options.resolved_chunk_bytes();
-  group_options.algorithm = options.resolved_algorithm();
+  group_options.pins = options.resolved_pins();
   const bool eager = options.resolved_eager();
   const link::NodeOptions node_options = options.resolved_node_options();
   if (size == 1) return collective::Group::make(transport::make_in_process(1).front(), group_options);
@@ -91,11 +92,17 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   request.timeout = options.timeout;
   request.sharing = options.resolved_shared_memory();
   request.site = options.resolved_site();
-  auto joined = transport::join_group(adapter, link::Node::shared(node_options), request);
+  request.plan = group_options.pins.text();
+  request.probe = options.resolved_probe();
+  const auto node = link::Node::shared(node_options);
+  auto joined = transport::join_group(adapter, node, request);
   hosts = joined.levels.front();
   group_options.chunk_bytes = joined.chunk_bytes;
+  const auto network = joined.probe ? transport::probe_network(adapter, node, request, joined) : std::nullopt;
+  if (network) joined.levels.back() = transport::grouped(network->site_of);
   group_options.hierarchy =
-      hierarchy_of(size, joined.levels, group_options.algorithm == collective::Algorithm::hierarchical);
+      hierarchy_of(size, joined.levels, group_options.pins.names(collective::Algorithm::hierarchical));
+  if (network) group_options.costs = std::make_shared<const collective::Costs>(*network, group_options.hierarchy);
   group_options.peer_timeout = node_options.link.peer_timeout;
   auto group = collective::Group::make(best_roads(joined, group_options.peer_timeout), group_options,
                                        shares_collectives(joined, group_options) ? joined.team : nullptr);

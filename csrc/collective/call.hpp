@@ -24,7 +24,9 @@ struct CollectiveCall {
   std::string part_of{};
   Duration timeout = kNever - TimePoint{};
   Done done;
-  bool held = false;  // its memory is not ready: it begins, in its turn, after release() of its number
+  std::size_t chunk_bytes = 0;     // filled in by the group
+  std::uint64_t predicted_ns = 0;  // likewise; 0: nobody knows the links
+  bool held = false;               // its memory is not ready: it begins, in its turn, after release() of its number
   // The caller waits for it anyway: where ranks share memory it does the work on its own thread, inside submit().
   bool drives = false;
   // Runs when its turn comes: fills in what only the operations before it could tell.

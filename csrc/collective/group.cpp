@@ -31,6 +31,7 @@ std::shared_ptr<Group> Group::make(std::shared_ptr<transport::Transport> transpo
 Group::Group(std::shared_ptr<transport::Transport> transport, const GroupOptions& options)
     : transport_(std::move(transport)),
       options_(options),
+      chooser_(options.pins, options.costs, options.chunk_bytes),
       rank_(transport_->rank()),
       world_(transport_->world()),
       strand_(std::make_shared<Strand>(workers())),
@@ -110,7 +111,7 @@ std::uint64_t Group::submit(CollectiveCall call) {
     return sequence;
   }
   if (!call.request.hierarchy && !call.request.members) call.request.hierarchy = options_.hierarchy;
-  call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
+  chooser_.choose(call);
   auto queued = std::make_shared<Queued>(Queued{sequence, std::move(call), deadline});
   const bool begins = strand_->enqueue([this, self = shared_from_this(), queued] {
     queue_.push_back(std::move(*queued));
@@ -254,12 +255,12 @@ void Group::begin(Queued queued) {
   try {
     if (call.prepare) {
       std::exchange(call.prepare, nullptr)(call);
-      call.request.algorithm = choose_algorithm(call.request, size_of(call.work.dtype), options_.algorithm);
+      chooser_.choose(call);
     }
     description = describe(call);
     signature = signature_of(description);
     execution = std::make_shared<Execution>(
-        moves_nothing(request) ? barrier_for(request) : request, call.work, options_.chunk_bytes, queued.sequence,
+        moves_nothing(request) ? barrier_for(request) : request, call.work, call.chunk_bytes, queued.sequence,
         signature,
         [this](int peer, const transport::Tag& tag, std::span<const std::byte> bytes, std::function<void()> sent) {
           send_chunk(peer, tag, bytes, std::move(sent));
@@ -271,8 +272,10 @@ void Group::begin(Queued queued) {
   }
   Past past{description, {}};
   if (request.op == Op::all_to_all) past.amounts = request.blocks;
+  const Choice choice{request.op, request.algorithm, known_bytes(request, size_of(call.work.dtype)).value_or(0),
+                      call.predicted_ns};
   current_.emplace(Running{queued.sequence, std::move(past), signature, call.timeout, queued.deadline, execution,
-                           std::move(call.done)});
+                           std::move(call.done), choice, Clock::now()});
   watch_deadlines();
   run([&] {
     announce(queued.sequence, request, description, *execution);
@@ -310,6 +313,7 @@ void Group::run(const std::function<void()>& step) {
 
 void Group::end_current() {
   const Done done = std::move(current_->done);
+  ledger_.add(current_->choice, Clock::now() - current_->begun);
   history_.emplace(current_->sequence, std::move(current_->call));
   if (history_.size() > kHistory) history_.erase(history_.begin());
   current_.reset();
@@ -370,6 +374,9 @@ GroupStats Group::stats() const {
     if (in_flight_ > 0) busy += Clock::now() - busy_since_;
     stats.busy_seconds = std::chrono::duration<double>(busy).count();
   }
+  stats.plan = options_.pins.text();
+  if (options_.costs) stats.network = options_.costs->network();
+  stats.choices = ledger_.all();
   stats.peers = transport_->stats();
   return stats;
 }

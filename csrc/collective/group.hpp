@@ -21,9 +21,11 @@
 
 #include "base/workers.hpp"
 #include "collective/call.hpp"
+#include "collective/chooser.hpp"
 #include "collective/execution.hpp"
 #include "collective/host_queue.hpp"
 #include "collective/inbox.hpp"
+#include "collective/ledger.hpp"
 #include "collective/messages.hpp"
 #include "collective/monitored_barrier.hpp"
 #include "collective/point_to_point.hpp"
@@ -35,7 +37,8 @@ namespace torch_iroh::collective {
 struct GroupOptions {
   std::string name;                            // for error texts
   std::size_t chunk_bytes = 256 << 10;         // equal on all ranks
-  std::optional<Algorithm> algorithm;          // none: chosen by size and world
+  Pins pins;                                   // equal on all ranks; what they leave open is chosen
+  std::shared_ptr<const Costs> costs;          // equal on all ranks; none: the links are not known
   std::shared_ptr<const Hierarchy> hierarchy;  // equal on all ranks; none: the world is flat
   Duration peer_timeout = milliseconds(3000);  // where ranks share memory; else the links have their own
 };
@@ -44,6 +47,9 @@ struct GroupStats {
   std::uint64_t collectives = 0;  // finished
   double busy_seconds = 0;        // wall time with at least one operation in flight
   std::vector<transport::PeerStats> peers;
+  std::string plan;                           // what its user fixed; empty: nothing
+  std::optional<transport::Network> network;  // where its links are known
+  std::vector<ChoiceStats> choices;           // of collectives that went through the transport
 };
 
 class Group : public transport::Receiver, public std::enable_shared_from_this<Group> {
@@ -111,6 +117,8 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
     TimePoint deadline;
     std::shared_ptr<Execution> execution;
     Done done;
+    Choice choice;
+    TimePoint begun;
   };
   struct Early {
     int from;
@@ -168,10 +176,12 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
 
   const std::shared_ptr<transport::Transport> transport_;
   const GroupOptions options_;
+  const Chooser chooser_;
   const int rank_;
   const int world_;
   const std::shared_ptr<Strand> strand_;
   Inbox inbox_;
+  Ledger ledger_;
   std::shared_ptr<HostQueue> host_;  // runs the collectives, where all ranks share memory
   std::atomic<std::uint64_t> submitted_{0};
   std::mutex submit_mutex_;  // numbers and queues in one step

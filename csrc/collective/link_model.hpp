@@ -32,7 +32,8 @@ struct LinkModel {
   std::int32_t hosts_per_site = 1;
   double local_byte_cost = 0;  // seconds of a rank's processor per byte that it reduces or copies
   std::size_t chunk_bytes = 256 << 10;
-  std::uint64_t seed = 1;  // of the jitter
+  std::uint64_t seed = 1;   // of the jitter
+  bool one_uplink = false;  // a host has one port for both levels, site and wan
 
   std::int32_t host_of(std::int32_t rank) const { return rank / ranks_per_host; }
   std::int32_t site_of(std::int32_t rank) const { return host_of(rank) / hosts_per_site; }

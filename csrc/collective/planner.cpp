@@ -11,9 +11,6 @@ namespace {
 // Up to this many bytes per rank pair one step of small messages beats a ring of them.
 constexpr std::size_t kDirectBytes = 64 << 10;
 
-// Above this many ranks, one step of small messages costs its ranks more than the hops of log2 N rounds.
-constexpr std::int32_t kDirectWorld = 8;
-
 bool has_root(Op op) {
   return op == Op::reduce || op == Op::broadcast || op == Op::gather || op == Op::scatter;
 }

@@ -11,6 +11,10 @@
 
 namespace torch_iroh::collective {
 
+// Above this many ranks, one step of small messages costs its ranks more than the hops of log2 N rounds: each has a
+// connection to each other one.
+inline constexpr std::int32_t kDirectWorld = 8;
+
 // What runs `request`, whose own `algorithm` does not matter. `pinned`, or where it does not cover the operation, its
 // nearest kin (see `nearest`). Else:
 //   barrier, gather, scatter; up to 2 ranks        direct

@@ -131,7 +131,8 @@ double Simulator::spend(std::uint32_t player, double seconds) {
 
 double Simulator::port(std::vector<double>& ports, const StepState& step, double seconds, double& begin) {
   const std::uint32_t owner = step.level == Level::host ? step.player : port_owner_[step.player];
-  double& free = ports[owner * kLevels + static_cast<std::size_t>(step.level)];
+  const Level level = model_.one_uplink && step.level == Level::site ? Level::wan : step.level;
+  double& free = ports[owner * kLevels + static_cast<std::size_t>(level)];
   begin = std::max(now_, free);
   free = begin + seconds;
   return free;

@@ -17,22 +17,15 @@
 #include <algorithm>
 
 #include "collective/builder.hpp"
+#include "collective/two_trees.hpp"
 
 namespace torch_iroh::collective {
 
-namespace {
-
-struct Node {
-  std::int32_t parent = -1;  // none: the root
-  std::vector<std::int32_t> children;
-};
-
-// The place of `rank` among `n` in tree 0 or 1.
-Node node_of(std::int64_t rank, std::int32_t n, std::int32_t tree) {
+TreeNode tree_node_of(std::int64_t rank, std::int32_t n, std::int32_t tree) {
   const auto rank_at = [&](std::int64_t position) { return wrap(position - 1 - tree, n); };
   const std::int64_t position = (rank + tree) % n + 1;
   const std::int64_t height = position & -position;
-  Node node;
+  TreeNode node;
   const std::int64_t above = (position ^ height) | (height << 1);
   if (above <= n) {
     node.parent = rank_at(above);
@@ -46,6 +39,8 @@ Node node_of(std::int64_t rank, std::int32_t n, std::int32_t tree) {
   return node;
 }
 
+namespace {
+
 Slice half_of(Buffer buffer, std::uint64_t count, std::int32_t tree) {
   return slice_of(buffer, shard_of(count, 2, tree));
 }
@@ -58,15 +53,15 @@ struct Rooted {
   std::int32_t rank_of(std::int32_t other) const {
     return wrap(std::int64_t{other} + request_.root + 1, request_.world);
   }
-  Node node(std::int32_t tree) const {
-    Node node;
+  TreeNode node(std::int32_t tree) const {
+    TreeNode node;
     if (is_root()) {
       std::int32_t position = 1;
       while (position <= others_ / 2) position *= 2;
       if (others_ > 0) node.children = {rank_of(wrap(position - 1 - tree, others_))};
       return node;
     }
-    node = node_of(wrap(std::int64_t{request_.rank} - request_.root - 1, request_.world), others_, tree);
+    node = tree_node_of(wrap(std::int64_t{request_.rank} - request_.root - 1, request_.world), others_, tree);
     node.parent = node.parent < 0 ? request_.root : rank_of(node.parent);
     for (std::int32_t& child : node.children) child = rank_of(child);
     return node;
@@ -85,7 +80,8 @@ struct Rooted {
 // The result overwrites the partial sum that was sent up: write after read, so it waits for that send.
 Schedule tree_all_reduce(const Request& request) {
   ScheduleBuilder builder;
-  const Node nodes[2] = {node_of(request.rank, request.world, 0), node_of(request.rank, request.world, 1)};
+  const TreeNode nodes[2] = {tree_node_of(request.rank, request.world, 0),
+                             tree_node_of(request.rank, request.world, 1)};
   for (std::int32_t tree = 0; tree < 2; ++tree) {
     const Slice half = half_of(Buffer::output, request.count, tree);
     for (const std::int32_t child : nodes[tree].children) builder.recv_reduce(child, half, half);
@@ -110,7 +106,7 @@ Schedule tree_broadcast(const Request& request) {
   ScheduleBuilder builder;
   for (std::int32_t tree = 0; tree < 2; ++tree) {
     const Slice half = half_of(Buffer::output, request.count, tree);
-    const Node node = rooted.node(tree);
+    const TreeNode node = rooted.node(tree);
     if (!rooted.is_root()) builder.recv(node.parent, half);
     for (const std::int32_t child : node.children) builder.send(child, half);
   }
@@ -128,7 +124,7 @@ Schedule tree_reduce(const Request& request) {
     const Slice input = half_of(Buffer::input, request.count, tree);
     const Slice output = half_of(Buffer::output, request.count, tree);
     const Slice partial{Buffer::scratch, 0, input.count};
-    const Node node = rooted.node(tree);
+    const TreeNode node = rooted.node(tree);
     Slice sum = input;
     for (const std::int32_t child : node.children) {
       builder.recv_reduce(child, sum, rooted.is_root() ? output : partial);

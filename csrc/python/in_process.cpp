@@ -63,7 +63,7 @@ class Rank {
     collective::GroupOptions options;
     options.name = "in process";
     options.chunk_bytes = chunk_bytes;
-    options.algorithm = algorithm;
+    if (algorithm) options.pins = collective::Pins::everything(*algorithm);
     group_.assign(collective::Group::make(std::move(transport), options));
   }
 

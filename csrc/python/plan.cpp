@@ -4,8 +4,10 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "collective/hierarchy.hpp"
+#include "collective/pins.hpp"
 #include "collective/planner.hpp"
 #include "collective/simulator.hpp"
 #include "python/module.hpp"
@@ -200,12 +202,19 @@ std::vector<py::dict> plan(const std::string& op_name, std::uint64_t bytes, std:
   return found;
 }
 
+// What a plan of Options(plan=...) fixes for this collective: an algorithm or "auto", and a chunk or 0.
+std::pair<std::string, std::size_t> pinned(const std::string& text, const std::string& op, std::uint64_t bytes) {
+  const Pin pin = Pins::parse(text).find(find<Op>(op, "collective"), bytes);
+  return {pin.algorithm ? std::string(name_of(*pin.algorithm)) : "auto", pin.chunk_bytes};
+}
+
 }  // namespace
 
 void bind_plan(py::module_& module) {
   module.def("plan", &plan, py::arg("op"), py::arg("bytes"), py::arg("world"), py::arg("ranks_per_host"),
              py::arg("hosts_per_site"), py::arg("host"), py::arg("site"), py::arg("wan"), py::arg("local_byte_seconds"),
              py::arg("algorithm"), py::arg("dtype"), py::arg("chunk_bytes"), py::arg("seed"));
+  module.def("pinned", &pinned, py::arg("plan"), py::arg("op"), py::arg("bytes"));
   module.def("algorithms", [] { return names_of<Algorithm>(63); });
   module.def("collectives", [] { return names_of<Op>(63); });
 }

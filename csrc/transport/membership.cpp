@@ -13,9 +13,10 @@
 namespace torch_iroh::transport {
 namespace {
 
-constexpr std::uint32_t kRecordMagic = 0x32524954;  // "TIR2"
+constexpr std::uint32_t kRecordMagic = 0x33524954;  // "TIR3"
 constexpr std::uint16_t kMostAddresses = 64;
 constexpr std::uint32_t kLeastChunk = 64;
+constexpr std::size_t kMostPlanBytes = 2000;
 
 // A store may still hold what an earlier group of the same name left there: each rank counts its own groups, so the
 // n-th group of every rank meets under the same prefix.
@@ -26,11 +27,6 @@ std::string prefix_of_turn(KeyValueStore& store, int rank) {
 std::string host_name() {
   char name[256] = {};
   return gethostname(name, sizeof name - 1) == 0 ? name : "?";
-}
-
-std::vector<std::uint8_t> to_bytes(ByteWriter& out) {
-  const auto* from = reinterpret_cast<const std::uint8_t*>(out.bytes().data());
-  return {from, from + out.bytes().size()};
 }
 
 void await(KeyValueStore& store, const JoinRequest& request, const std::vector<int>& ranks,
@@ -60,6 +56,13 @@ void check_agreement(const JoinRequest& request, int peer, const Record& mine, c
     throw Error(ErrorKind::mismatch, "the ranks disagree about who is in this group: rank " +
                                          std::to_string(request.rank) + " listed [" + mine.members + "], " + who +
                                          " listed [" + theirs.members + "]");
+  }
+  if (theirs.plan != mine.plan) {
+    const auto text = [](const std::string& plan) { return plan.empty() ? "auto" : "'" + plan + "'"; };
+    throw Error(ErrorKind::mismatch, "the ranks disagree about the plan: that of rank " + std::to_string(request.rank) +
+                                         " is " + text(mine.plan) + ", that of " + who + " is " + text(theirs.plan) +
+                                         ". Try: the same plan or algorithm option, and the same TORCH_IROH_PLAN and "
+                                         "TORCH_IROH_ALGORITHM, on all ranks");
   }
 }
 
@@ -155,8 +158,8 @@ std::vector<std::uint8_t> encode(const Record& record) {
   for (const std::string& address : record.addr.direct) out.put_text(address);
   const HostIntroduction& sharing = record.sharing;
   out.put_text(record.site).put_text(sharing.host).put(sharing.pid).put(sharing.memory).put(sharing.nonce);
-  out.put(sharing.bell).put(sharing.bell_nonce);
-  return to_bytes(out);
+  out.put(sharing.bell).put(sharing.bell_nonce).put_text(record.plan).put(static_cast<std::uint8_t>(record.probe));
+  return out.octets();
 }
 
 Record decode_record(const std::vector<std::uint8_t>& bytes) {
@@ -187,6 +190,11 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
   sharing.nonce = in.get<std::uint64_t>();
   sharing.bell = in.get<std::int32_t>();
   sharing.bell_nonce = in.get<std::uint64_t>();
+  record.plan = printable(in.get_text());
+  if (record.plan.size() > kMostPlanBytes) throw Error(ErrorKind::protocol, "a record with a too long plan");
+  const auto probe = in.get<std::uint8_t>();
+  if (probe > 1) throw Error(ErrorKind::protocol, "a record with an unknown wish");
+  record.probe = probe == 1;
   if (in.left() != 0) throw Error(ErrorKind::protocol, "a record with bytes behind its end");
   if (record.chunk_bytes < kLeastChunk || record.chunk_bytes > link::kMaxFrameBytes || record.chunk_bytes % 64 != 0) {
     throw Error(ErrorKind::protocol, "a record with chunks of " + std::to_string(record.chunk_bytes) + " bytes");
@@ -203,7 +211,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   if (request.rank == 0) {
     ByteWriter number;
     number.put(random_number());
-    store.set(group_key, to_bytes(number));
+    store.set(group_key, number.octets());
   } else {
     await(store, request, {0}, {group_key}, deadline);
   }
@@ -222,6 +230,8 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   auto team = make_team(request);
   mine.sharing = team ? team->introduction() : HostIntroduction{host_identity()};
   mine.site = request.site;
+  mine.plan = request.plan;
+  mine.probe = request.probe;
   store.set(rank_key(request.rank), encode(mine));
 
   std::vector<int> ranks;
@@ -257,6 +267,10 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   }
   joined.transport->set_members(members, wire_version);
   joined.levels = levels_of(records);
+  joined.probe = joined.levels.front().size() > 1 &&
+                 std::all_of(records.begin(), records.end(), [](const Record& record) { return record.probe; });
+  joined.meeting = {prefix, number, std::move(members), wire_version, {}};
+  for (const Record& record : records) joined.meeting.hints.push_back(record.site);
   joined.team = settle_team(store, request, prefix, records, std::move(team), deadline);
   return joined;
 }

@@ -33,6 +33,8 @@ struct Record {
   std::string host;     // for error texts
   std::string site{};   // ranks that name the same site have a fast network between them; empty: not said
   HostIntroduction sharing{};
+  std::string plan{};  // what the user fixed of how collectives run; equal on all ranks
+  bool probe = false;  // wants the links measured
   iroh::EndpointAddr addr;
 };
 
@@ -52,7 +54,18 @@ struct JoinRequest {
   std::string members;
   Duration timeout{};
   std::string site{};               // equal on all ranks of a host
+  std::string plan{};               // equal on all ranks
+  bool probe = false;               // with the other ranks if all want it
   Sharing sharing = Sharing::none;  // at most, with the other ranks of this host if all of them want it too
+};
+
+// What it takes for members to meet again (probe.hpp).
+struct Meeting {
+  std::string prefix;  // of the group's keys in the store
+  std::uint64_t group = 0;
+  std::vector<iroh::EndpointAddr> members;
+  std::uint8_t wire_version = 0;
+  std::vector<std::string> hints;  // by rank: the site that it names
 };
 
 struct Joined {
@@ -60,6 +73,8 @@ struct Joined {
   std::uint32_t chunk_bytes = 0;  // the smallest that any rank asked for
   // Ranks by host and by site (levels[0], levels[1]), both in the order of their first ranks.
   std::vector<std::vector<std::vector<std::int32_t>>> levels;
+  bool probe = false;  // several hosts, and all ranks want their links measured
+  Meeting meeting;
   std::shared_ptr<HostTeam> team;  // the ranks of this host, when they share memory, as all of them know
 };
 

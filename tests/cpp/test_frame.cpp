@@ -76,6 +76,8 @@ Record sample_record() {
   record.addr.direct = {"1.2.3.4:5", "[::1]:6"};
   record.site = "s";
   record.sharing = {"hh", 7, 8, 9, 10, 11};
+  record.plan = "*=ring";
+  record.probe = true;
   return record;
 }
 
@@ -87,7 +89,8 @@ bool same(const Record& a, const Record& b) {
          a.members == b.members && a.host == b.host && a.addr.id == b.addr.id && a.addr.relay_url == b.addr.relay_url &&
          a.addr.direct == b.addr.direct && a.site == b.site && a.sharing.host == b.sharing.host &&
          a.sharing.pid == b.sharing.pid && a.sharing.memory == b.sharing.memory && a.sharing.nonce == b.sharing.nonce &&
-         a.sharing.bell == b.sharing.bell && a.sharing.bell_nonce == b.sharing.bell_nonce;
+         a.sharing.bell == b.sharing.bell && a.sharing.bell_nonce == b.sharing.bell_nonce && a.plan == b.plan &&
+         a.probe == b.probe;
 }
 
 // The refusal must be an Error(protocol) that says `part`.
@@ -367,7 +370,7 @@ TEST_CASE("record: the bytes are pinned") {
   std::string id;
   for (int i = 0; i < 32; ++i) id += hex(std::array{static_cast<std::byte>(i)});
   CHECK(hex(to_bytes(encode(sample_record()))) ==
-        "54495232"
+        "54495233"
         "01"
         "01"
         "00000400"
@@ -384,7 +387,9 @@ TEST_CASE("record: the bytes are pinned") {
             "08000000"
             "0900000000000000"
             "0a000000"
-            "0b00000000000000");
+            "0b00000000000000"
+            "06002a3d72696e67"
+            "01");
 }
 
 TEST_CASE("record: every record comes back as it went") {

@@ -183,7 +183,7 @@ class World {
       GroupOptions group;
       group.name = "test";
       group.chunk_bytes = options.chunk_bytes;
-      group.algorithm = options.algorithm;
+      if (options.algorithm) group.pins = collective::Pins::everything(*options.algorithm);
       groups.push_back(Group::make(std::move(end), group));
     }
   }

@@ -69,8 +69,13 @@ def first_in_line() -> None:
 
 
 @contextlib.contextmanager
-def shaped(hosts: int, *, bits_per_second: float, delay: float) -> Iterator[list[str]]:
-    """Give the namespaces of `hosts` hosts, each with a link of that rate; `delay` is seconds, one way."""
+def shaped(
+    hosts: int, *, bits_per_second: float, delay: float, sites: list[int] | None = None, near: float = 0.0
+) -> Iterator[list[str]]:
+    """Give the namespaces of `hosts` hosts, each with a link of that rate; `delay` is seconds, one way.
+
+    Between hosts of one site (`sites` has a number for each) the delay is `near`.
+    """
     names = [f"ti{os.getpid()}h{host}" for host in range(hosts)]
     tuns: list[int] = []
     emulator = None
@@ -82,7 +87,8 @@ def shaped(hosts: int, *, bits_per_second: float, delay: float) -> Iterator[list
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "addr", "add", f"{address(host)}/24", "dev", f"{name}t")
             _ip("-n", name, "link", "set", f"{name}t", "mtu", "1500", "txqueuelen", "4000", "up")
-        command = [sys.executable, __file__, str(bits_per_second / 8), str(delay), *map(str, tuns)]
+        places = ",".join(map(str, sites or range(hosts)))
+        command = [sys.executable, __file__, str(bits_per_second / 8), str(delay), str(near), places, *map(str, tuns)]
         emulator = subprocess.Popen(command, pass_fds=tuns)
         yield names
         if emulator.poll() is not None:
@@ -108,7 +114,7 @@ def _tun(name: str) -> int:
     return tun
 
 
-def _carry(bytes_per_second: float, delay: float, tuns: list[int]) -> None:
+def _carry(bytes_per_second: float, delay: float, near: float, sites: list[int], tuns: list[int]) -> None:
     """Be the network, until killed."""
     poll = select.epoll()
     for tun in tuns:
@@ -155,9 +161,16 @@ def _carry(bytes_per_second: float, delay: float, tuns: list[int]) -> None:
                 # A super-frame's first packet arrives before its last has left: the downlink begins with the uplink.
                 up[source] = begin + len(ip) / bytes_per_second
                 order += 1
-                heapq.heappush(waiting, (begin + delay, order, False, target, packet))
+                way = near if sites[source] == sites[target] else delay
+                heapq.heappush(waiting, (begin + way, order, False, target, packet))
 
 
 if __name__ == "__main__":
     first_in_line()
-    _carry(float(sys.argv[1]), float(sys.argv[2]), [int(tun) for tun in sys.argv[3:]])
+    _carry(
+        float(sys.argv[1]),
+        float(sys.argv[2]),
+        float(sys.argv[3]),
+        [int(site) for site in sys.argv[4].split(",")],
+        [int(tun) for tun in sys.argv[5:]],
+    )

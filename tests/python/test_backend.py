@@ -553,6 +553,8 @@ def lonely_stats(rank: int) -> tuple[Any]:
 ALLOWED = {  # option: (text of what is allowed, wrong values)
     "chunk_bytes": ("1024 to 1048576 bytes", [0, -1, 1023, 1048577, 2**40]),
     "algorithm": ("'auto', 'ring', 'direct'", ["oak", "", "RING"]),
+    "plan": ("auto, ring, direct", ["all_reduce=oak", "*=RING"]),
+    "probe": ("'auto', 'off'", ["on", ""]),
     "connect": ("'lazy', 'eager'", ["sometimes", ""]),
     "shared_memory": ("'auto', 'buffered', 'off'", ["on", ""]),
     "site": ("up to 100 printable ASCII characters", ["x" * 101, "two\nlines"]),
@@ -567,6 +569,7 @@ RIGHT = {
     "algorithm": "ring",
     "connect": "eager",
     "shared_memory": "buffered",
+    "probe": "off",
     "site": "home",
     "streams": 3,
     "peer_timeout": 2.5,

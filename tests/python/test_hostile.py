@@ -86,7 +86,7 @@ def read_entry(raw: bytes) -> Entry:
     def text() -> str:
         return take(struct.unpack("<H", take(2))[0]).decode()
 
-    assert take(4) == b"TIR2"
+    assert take(4) == b"TIR3"
     _, _, chunk_bytes = struct.unpack("<BBI", take(6))
     text(), text()
     endpoint_id = take(32).hex()
@@ -583,9 +583,11 @@ def record_of(
     endpoint_id: bytes | None = None,
     members: bytes = b"",
     wire: tuple[int, int] = (1, 1),
+    plan: bytes = b"",
+    probe: int = 0,
 ) -> bytes:
     own = [one.encode() for one in endpoint.addresses()] if addresses is None else addresses
-    parts = [b"TIR2", struct.pack("<BBI", *wire, chunk_bytes)]
+    parts = [b"TIR3", struct.pack("<BBI", *wire, chunk_bytes)]
     for text in (members, b"host"):
         parts += [struct.pack("<H", len(text)), text]
     parts += [
@@ -597,7 +599,8 @@ def record_of(
         parts += [struct.pack("<H", len(one)), one]
     no_site_no_host = b"\0\0" * 2
     shares_no_memory = struct.pack("<iiQiQ", 0, -1, 0, -1, 0)
-    return b"".join([*parts, no_site_no_host, shares_no_memory])
+    own_plan = struct.pack("<H", len(plan)) + plan + bytes([probe])
+    return b"".join([*parts, no_site_no_host, shares_no_memory, own_plan])
 
 
 RECORDS: dict[str, tuple[Callable[[Any, Entry], bytes], str]] = {
@@ -614,6 +617,9 @@ RECORDS: dict[str, tuple[Callable[[Any, Entry], bytes], str]] = {
     "id that is no key": (lambda endpoint, other: record_of(endpoint, endpoint_id=b"\xff" * 32), ""),
     "id of rank 0": (lambda endpoint, other: other.raw, "rank 0"),
     "another wire version": (lambda endpoint, other: record_of(endpoint, wire=(7, 9)), "wire version"),
+    "another plan": (lambda endpoint, other: record_of(endpoint, plan=b"*=ring"), "disagree about the plan"),
+    "a wish of its own": (lambda endpoint, other: record_of(endpoint, probe=7), "unknown wish"),
+    "a plan of 60 KB": (lambda endpoint, other: record_of(endpoint, plan=b"x" * 60_000), "too long plan"),
     "other members": (lambda endpoint, other: record_of(endpoint, members=b"0, 5"), "who is in this group"),
 }
 

@@ -257,3 +257,32 @@ def test_planning_needs_no_torch():
 
 def test_the_public_names_are_here():
     assert {"Link", "Plan", "plan"} <= set(torch_iroh.__all__)
+
+
+def test_pins_fix_the_algorithm_and_the_chunk_by_size():
+    pins = "all_reduce<=64KiB=tree, all_reduce=ring/64KiB"
+    small = torch_iroh.plan(bytes=64 << 10, world=8, pins=pins)
+    assert (small.algorithm, small.chunk_bytes) == ("tree", 256 << 10)
+    large = torch_iroh.plan(bytes=(64 << 10) + 4, world=8, pins=pins)
+    assert (large.algorithm, large.chunk_bytes) == ("ring", 64 << 10)
+    assert large == torch_iroh.plan(bytes=(64 << 10) + 4, world=8, algorithm="ring", chunk_bytes=64 << 10)
+    free = torch_iroh.plan("broadcast", bytes=64, world=8, pins=pins)
+    assert free == torch_iroh.plan("broadcast", bytes=64, world=8)
+
+
+def test_wrong_pins_are_a_value_error_that_names_the_rule():
+    with pytest.raises(ValueError, match="rule 2: 'oak' is no algorithm"):
+        torch_iroh.plan(bytes=64, world=8, pins="gather=tree, *=oak")
+    with pytest.raises(ValueError, match="algorithm 'ring' beside pins"):
+        torch_iroh.plan(bytes=64, world=8, algorithm="ring", pins="*=ring")
+
+
+def test_what_topology_prints_is_a_plan_that_it_takes(capsys):
+    from torch_iroh import topology
+
+    topology.main(["8", "--bytes", "64Ki", "--plan", "all_reduce=butterfly"])
+    printed = capsys.readouterr().out
+    rule = re.search(r"TORCH_IROH_PLAN='([^']+)'", printed)
+    assert rule is not None and rule[1] == "all_reduce=butterfly", printed
+    topology.main(["8", "--bytes", "64Ki", "--plan", rule[1]])
+    assert capsys.readouterr().out == printed
