@@ -267,6 +267,11 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   }
   joined.transport->set_members(members, wire_version);
   joined.levels = levels_of(records);
+  joined.hosts_share = std::all_of(joined.levels.front().begin(), joined.levels.front().end(), [&](const auto& ranks) {
+    return ranks.size() == 1 || std::all_of(ranks.begin(), ranks.end(), [&](std::int32_t rank) {
+             return records[static_cast<std::size_t>(rank)].sharing.memory >= 0;
+           });
+  });
   joined.probe = joined.levels.front().size() > 1 &&
                  std::all_of(records.begin(), records.end(), [](const Record& record) { return record.probe; });
   joined.meeting = {prefix, number, std::move(members), wire_version, {}};

@@ -75,6 +75,7 @@ struct Joined {
   std::vector<std::vector<std::vector<std::int32_t>>> levels;
   bool probe = false;  // several hosts, and all ranks want their links measured
   Meeting meeting;
+  bool hosts_share = false;        // all ranks that are not alone on their host offered memory
   std::shared_ptr<HostTeam> team;  // the ranks of this host, when they share memory, as all of them know
 };
 

@@ -127,7 +127,8 @@ class Part {
 
 // ---- rank 0 ----
 
-Decision decide(Part& part, KeyValueStore& store, const std::vector<std::string>& hints, TimePoint by) {
+Decision decide(Part& part, KeyValueStore& store, const std::vector<std::string>& hints, bool hosts_share,
+                TimePoint by) {
   Decision decision;
   int number = 0;
   try {
@@ -155,7 +156,7 @@ Decision decide(Part& part, KeyValueStore& store, const std::vector<std::string>
       const auto to = static_cast<std::int32_t>(host);
       flows.push_back({beside(ring, to, ring.size() - 1), to, rates[host].rate});
     }
-    decision.network = network_of(sites, reaches, flows);
+    decision.network = network_of(sites, reaches, flows, hosts_share);
   } catch (const Error& error) {
     decision.failure = error.what();
   }
@@ -191,7 +192,7 @@ std::optional<Network> probe_network(KeyValueStore& store, const std::shared_ptr
     Prober prober(std::move(transport));
     Part part(store, prefix, leaders, mine, prober);
     if (request.rank == 0) {
-      store.set(decision_key, encode(decide(part, store, hints, after(begun, kMostProbeTime))));
+      store.set(decision_key, encode(decide(part, store, hints, joined.hosts_share, after(begun, kMostProbeTime))));
     } else {
       part.follow(deadline);
     }

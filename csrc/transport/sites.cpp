@@ -15,8 +15,10 @@ constexpr std::size_t kMany = 16;
 // What a processor does for iroh, as on loopback (docs/scaling.md); nobody measures it at run time.
 constexpr std::uint64_t kMessageNs = 230'000;
 constexpr std::uint64_t kCpuBytePs = 3'600;
-// Ranks of a host send through iroh too: nothing but the processor is slow.
-constexpr LinkCost kHost = {50'000, 100, kMessageNs, kCpuBytePs};
+// Ranks of a host that share no memory send through iroh: nothing but the processor is slow.
+constexpr LinkCost kLoopback = {50'000, 100, kMessageNs, kCpuBytePs};
+// benchmarks/messages.py: 1 byte in some 70 us, 16 MiB in 1.3 to 1.6 ms.
+constexpr LinkCost kMemory = {30'000, 50, 20'000, 50};
 
 }  // namespace
 
@@ -140,9 +142,9 @@ std::uint64_t rounded(std::uint64_t value) {
 }
 
 Network network_of(const std::vector<std::int32_t>& site_of, const std::vector<Reach>& reaches,
-                   const std::vector<Flow>& flows) {
+                   const std::vector<Flow>& flows, bool hosts_share) {
   Network network;
-  network.host = kHost;
+  network.host = hosts_share ? kMemory : kLoopback;
   network.site = network.wan = {0, 0, kMessageNs, kCpuBytePs};
   network.site_of = site_of;
   const auto link_between = [&](std::int32_t a, std::int32_t b) -> LinkCost& {

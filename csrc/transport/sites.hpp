@@ -78,8 +78,9 @@ struct Flow {
 
 // The slowest of each level decides, for a collective waits for it; rounded to 1, 2 or 5 times a power of ten, so that
 // two measurements of the same links agree as a rule. A level without links costs what the other one does.
+// `hosts_share`: what ranks of a host send each other goes through memory.
 Network network_of(const std::vector<std::int32_t>& site_of, const std::vector<Reach>& reaches,
-                   const std::vector<Flow>& flows);
+                   const std::vector<Flow>& flows, bool hosts_share);
 
 std::uint64_t rounded(std::uint64_t value);
 

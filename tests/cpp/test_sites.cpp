@@ -227,25 +227,28 @@ TEST_CASE("links: the slowest of each level decides") {
   const std::vector<Reach> reaches = {
       {0, 1, 400, false}, {2, 3, 1000, false}, {0, 2, 41'000, false}, {1, 3, 19'000, false}};
   const std::vector<Flow> flows = {{0, 1, 120'000'000}, {1, 2, 12'000'000}, {2, 3, 55'000'000}, {3, 0, 20'000'000}};
-  const Network network = network_of(sites, reaches, flows);
+  const Network network = network_of(sites, reaches, flows, false);
   CHECK(network.site.latency_ns == 500'000);
   CHECK(network.site.byte_ps == 20'000);  // 1 ms round trip; 55 MB/s is 18.2 ns
   CHECK(network.wan.latency_ns == 20'000'000);
   CHECK(network.wan.byte_ps == 100'000);  // 41 ms; 12 MB/s is 83 ns
   CHECK(network.site_of == sites);
   CHECK(network.wan.message_ns > 0);
+  const Network sharing = network_of(sites, reaches, flows, true);
+  CHECK(sharing.host.cpu_byte_ps < network.host.cpu_byte_ps);
+  CHECK(sharing.wan == network.wan);
 }
 
 TEST_CASE("links: a level without links costs what the other one does") {
-  const Network one_site = network_of({0, 0}, {{0, 1, 200, false}}, {{0, 1, 1'000'000}, {1, 0, 1'000'000}});
+  const Network one_site = network_of({0, 0}, {{0, 1, 200, false}}, {{0, 1, 1'000'000}, {1, 0, 1'000'000}}, false);
   CHECK(one_site.wan == one_site.site);
-  const Network all_apart = network_of({0, 1}, {{0, 1, 20'000, false}}, {{0, 1, 1'000'000}, {1, 0, 1'000'000}});
+  const Network all_apart = network_of({0, 1}, {{0, 1, 20'000, false}}, {{0, 1, 1'000'000}, {1, 0, 1'000'000}}, false);
   CHECK(all_apart.site == all_apart.wan);
   CHECK(all_apart.wan.byte_ps == 1'000'000);
 }
 
 TEST_CASE("links: a rate of nothing is a very slow link, not a division by it") {
-  CHECK(network_of({0, 1}, {}, {{0, 1, 0}}).wan.byte_ps == 1'000'000'000);
+  CHECK(network_of({0, 1}, {}, {{0, 1, 0}}, false).wan.byte_ps == 1'000'000'000);
 }
 
 TEST_CASE("decision: comes back as it went; what is none is refused") {

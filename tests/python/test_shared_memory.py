@@ -1,6 +1,7 @@
 """What is special about ranks that share memory: who does, what they leave behind, and callers that drive themselves.
 
-That collectives are right and failures are named is tested on both roads: test_collectives.py, test_failures.py and others.
+That collectives are right and failures are named is tested on both roads: test_collectives.py,
+test_failures.py and others.
 """
 
 from __future__ import annotations
