@@ -7,10 +7,14 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+import sys
+from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
 _LIBRARY_NAMES = ("libiroh_ffi.so", "libiroh_ffi.dylib")
+# How long callbacks may hold up the end of the interpreter.
+_CALLBACKS_END = timedelta(seconds=2)
 
 
 def core_module() -> ModuleType:
@@ -100,7 +104,11 @@ def leave_politely_at_exit() -> None:
     owner = os.getpid()
 
     def leave() -> None:
-        if os.getpid() == owner:
-            core_module().leave_all_groups()
+        if os.getpid() != owner:
+            return
+        core_module().leave_all_groups()
+        # A thread that wants the GIL after this ends the process with SIGABRT, when it frees a tensor, for example.
+        if torch_native := sys.modules.get("torch_iroh._C"):
+            torch_native.finish_callbacks(_CALLBACKS_END)
 
     atexit.register(leave)

@@ -33,6 +33,11 @@ std::size_t PatientWorkers::threads() const {
   return threads_.size();
 }
 
+bool PatientWorkers::wait_until_idle(Duration limit) {
+  std::unique_lock lock(mutex_);
+  return idling_.wait_for(lock, limit, [this] { return tasks_.empty() && idle_ == threads_.size(); });
+}
+
 void PatientWorkers::post(Task task) {
   {
     const std::lock_guard lock(mutex_);
@@ -63,6 +68,7 @@ void PatientWorkers::run() {
     if (tasks_.empty()) {
       if (stopping_) return;
       ++idle_;
+      idling_.notify_all();
       wake_.wait(lock);
       --idle_;
       continue;

@@ -22,6 +22,8 @@ class PatientWorkers {
 
   void post(Task task);
   std::size_t threads() const;
+  // True when nothing is queued or at work any more; false when there is something after `limit`.
+  bool wait_until_idle(Duration limit);
 
  private:
   void run();
@@ -31,6 +33,7 @@ class PatientWorkers {
   const std::size_t most_;
   mutable std::mutex mutex_;
   std::condition_variable wake_;
+  std::condition_variable idling_;
   std::deque<Task> tasks_;
   std::size_t idle_ = 0;
   std::uint64_t begun_ = 0;  // tasks that a thread has taken up

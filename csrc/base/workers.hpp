@@ -63,7 +63,6 @@ class Strand : public std::enable_shared_from_this<Strand> {
   void drain();
 
  private:
-
   Workers& workers_;
   std::mutex mutex_;
   std::deque<Task> tasks_;

@@ -268,6 +268,7 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
     const py::gil_scoped_acquire gil;
     py::module_::import("torch_iroh._native").attr("prepare_network")();
   });
+  module.def("finish_callbacks", &finish_callbacks, py::arg("limit"), py::call_guard<py::gil_scoped_release>());
   module.def("open_library", &iroh::Library::open, py::arg("path"), py::arg("installed_version"));
 }
 

@@ -29,6 +29,10 @@ std::shared_ptr<void> released_with_futures(std::shared_ptr<void> kept) {
   return {address, [kept = std::move(kept)](void*) mutable { completions().post([kept = std::move(kept)] {}); }};
 }
 
+bool finish_callbacks(std::chrono::milliseconds limit) {
+  return completions().wait_until_idle(limit);
+}
+
 std::exception_ptr to_torch(const Error& error) {
   const c10::SourceLocation where{__func__, __FILE__, static_cast<std::uint32_t>(__LINE__)};
   if (error.kind() == ErrorKind::invalid) return std::make_exception_ptr(c10::ValueError(where, error.what()));

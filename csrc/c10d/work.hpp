@@ -26,6 +26,9 @@ using WorkPtr = c10::intrusive_ptr<::c10d::Work>;
 // threads that move data and heartbeats must never do.
 std::shared_ptr<void> released_with_futures(std::shared_ptr<void> kept);
 
+// Waits until no future is being completed and no callback runs. False: some still do after `limit`.
+bool finish_callbacks(std::chrono::milliseconds limit);
+
 // The exception torch users expect for a failure of the core.
 std::exception_ptr to_torch(const Error& error);
 

@@ -12,13 +12,12 @@ HostDriver& HostDriver::own() {
   return shared.get();
 }
 
-// Never joined: like all that PerProcess makes, it lives as long as its process.
-HostDriver::HostDriver() : thread_([this] { run(); }) {}
-
 void HostDriver::attend(std::shared_ptr<Attended> one) {
   {
     const std::lock_guard lock(mutex_);
     if (std::find(attended_.begin(), attended_.end(), one) == attended_.end()) attended_.push_back(std::move(one));
+    // Not in the constructor: of two that are made at once, one is dropped.
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   }
   asked_.notify_one();
   Doorbell::own().ring(News::messages);

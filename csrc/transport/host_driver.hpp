@@ -24,10 +24,9 @@ class Attended {
 
 class HostDriver {
  public:
-  static HostDriver& own();  // started by the first who asks
-  HostDriver();
+  static HostDriver& own();
 
-  void attend(std::shared_ptr<Attended> one);
+  void attend(std::shared_ptr<Attended> one);  // the first starts the thread
 
  private:
   struct Taken {
@@ -41,7 +40,7 @@ class HostDriver {
   std::mutex mutex_;
   std::condition_variable asked_;
   std::vector<std::shared_ptr<Attended>> attended_;
-  std::thread thread_;
+  std::thread thread_;  // never joined: it lives as long as its process, like all that PerProcess keeps
 };
 
 }  // namespace torch_iroh::transport

@@ -281,6 +281,18 @@ TEST_CASE("patient workers: tasks that wait for later ones get a thread each, qu
   CHECK(quick.threads() <= 2);
 }
 
+TEST_CASE("patient workers: idle is when the last task has ended, and its captures are gone") {
+  PatientWorkers workers(2);
+  CHECK(workers.wait_until_idle(milliseconds(0)));
+  Latch end;
+  const auto kept = std::make_shared<int>(1);
+  workers.post([&end, kept] { end.wait(); });
+  CHECK_FALSE(workers.wait_until_idle(milliseconds(20)));
+  end.open();
+  CHECK(workers.wait_until_idle(kPatience));
+  CHECK(kept.use_count() == 1);
+}
+
 TEST_CASE("patient workers: no more threads than allowed, and everything queued runs before the end") {
   std::atomic<int> done = 0;
   {

@@ -228,6 +228,25 @@ def test_program_that_ends_without_destroying_its_group_exits_with_0_within_3_s(
     assert max(took[:-1]) < 3.0 + took[-1], took
 
 
+def test_program_ends_with_0_while_a_callback_still_runs(tmp_path: Path) -> None:
+    programs = start_programs(
+        tmp_path,
+        2,
+        """
+        def slowly(done):
+            print("BEGUN", flush=True)
+            time.sleep(0.5)
+            print("CALLED", flush=True)
+        dist.all_reduce(torch.ones(4), async_op=True).get_future().then(slowly)
+        dist.barrier()
+        time.sleep(0.2)
+        dist.destroy_process_group()
+        """,
+    )
+    for rank, (code, _, output) in enumerate(ends_of(programs, 60)):
+        assert code == 0 and "BEGUN" in output and "CALLED" in output, (rank, code, output)
+
+
 @pytest.mark.parametrize("how", ["sys.exit(0)", "raise ValueError('no')"])
 def test_rank_whose_program_ends_is_named_at_once_to_those_who_wait_for_it(tmp_path: Path, how: str) -> None:
     programs = start_programs(
