@@ -274,8 +274,11 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   });
   joined.probe = joined.levels.front().size() > 1 &&
                  std::all_of(records.begin(), records.end(), [](const Record& record) { return record.probe; });
-  joined.meeting = {prefix, number, std::move(members), wire_version, {}};
-  for (const Record& record : records) joined.meeting.hints.push_back(record.site);
+  joined.meeting = {prefix, number, std::move(members), wire_version, {}, {}};
+  for (const Record& record : records) {
+    joined.meeting.hosts.push_back(record.sharing.host);
+    joined.meeting.hints.push_back(record.site);
+  }
   joined.team = settle_team(store, request, prefix, records, std::move(team), deadline);
   return joined;
 }

@@ -65,6 +65,7 @@ struct Meeting {
   std::uint64_t group = 0;
   std::vector<iroh::EndpointAddr> members;
   std::uint8_t wire_version = 0;
+  std::vector<std::string> hosts;  // by rank: host_identity(); empty: not known
   std::vector<std::string> hints;  // by rank: the site that it names
 };
 

@@ -5,6 +5,7 @@
 
 #include "base/log.hpp"
 #include "base/rank_text.hpp"
+#include "transport/known_networks.hpp"
 #include "transport/probe_messages.hpp"
 #include "transport/prober.hpp"
 #include "transport/sites.hpp"
@@ -164,6 +165,16 @@ Decision decide(Part& part, KeyValueStore& store, const std::vector<std::string>
   return decision;
 }
 
+// What is known from an earlier group, told as if it had just been found.
+std::optional<Decision> recall(Part& part, KeyValueStore& store, const std::vector<KnownNetworks::Host>& hosts,
+                               bool hosts_share) {
+  auto network = KnownNetworks::own().find(hosts, Clock::now());
+  if (!network) return std::nullopt;
+  network->host = host_link(hosts_share);
+  store.set(part.step_key(0), probe::encode(Step{}));
+  return Decision{std::move(*network), ""};
+}
+
 std::string text_of(const LinkCost& link) {
   return std::to_string(link.latency_ns / 1000) + " us one way, " +
          std::to_string(8'000'000 / std::max<std::uint64_t>(1, link.byte_ps)) + " Mbit/s";
@@ -176,15 +187,19 @@ std::optional<Network> probe_network(KeyValueStore& store, const std::shared_ptr
   const auto& hosts = joined.levels.front();
   std::vector<int> leaders;
   std::vector<std::string> hints;
+  std::vector<KnownNetworks::Host> names;
   std::int32_t mine = -1;  // the host that this rank leads
   for (std::size_t host = 0; host < hosts.size(); ++host) {
     leaders.push_back(hosts[host].front());
-    hints.push_back(joined.meeting.hints[static_cast<std::size_t>(hosts[host].front())]);
+    const auto first = static_cast<std::size_t>(hosts[host].front());
+    hints.push_back(joined.meeting.hints[first]);
+    names.push_back({joined.meeting.hosts[first], hints.back()});
     if (hosts[host].front() == request.rank) mine = static_cast<std::int32_t>(host);
   }
   const std::string prefix = joined.meeting.prefix + "probe/";
   const std::string decision_key = prefix + "decision";
   const TimePoint begun = Clock::now();
+  bool recalled = false;
   const TimePoint deadline = after(begun, std::max<Duration>(request.timeout, 2 * kMostProbeTime));
   if (mine >= 0) {
     auto transport = IrohTransport::join(node, joined.meeting.group ^ kProbeGroup, request.rank, request.world);
@@ -192,7 +207,10 @@ std::optional<Network> probe_network(KeyValueStore& store, const std::shared_ptr
     Prober prober(std::move(transport));
     Part part(store, prefix, leaders, mine, prober);
     if (request.rank == 0) {
-      store.set(decision_key, encode(decide(part, store, hints, joined.hosts_share, after(begun, kMostProbeTime))));
+      const auto known = recall(part, store, names, joined.hosts_share);
+      recalled = known.has_value();
+      store.set(decision_key,
+                encode(known ? *known : decide(part, store, hints, joined.hosts_share, after(begun, kMostProbeTime))));
     } else {
       part.follow(deadline);
     }
@@ -216,6 +234,8 @@ std::optional<Network> probe_network(KeyValueStore& store, const std::shared_ptr
     return std::nullopt;
   }
   Network network = std::move(decision.network);
+  // Any rank may be the first of a later group. What is known already keeps its age.
+  if (!KnownNetworks::own().find(names, begun)) KnownNetworks::own().remember(names, network, begun);
   const std::vector<std::int32_t> site_of = std::move(network.site_of);
   network.site_of.assign(static_cast<std::size_t>(request.world), 0);
   network.host_of = network.site_of;
@@ -227,9 +247,10 @@ std::optional<Network> probe_network(KeyValueStore& store, const std::shared_ptr
   }
   if (request.rank == 0) {
     const auto sites = *std::max_element(site_of.begin(), site_of.end()) + 1;
-    log(LogLevel::info, std::to_string(hosts.size()) + " hosts in " + std::to_string(sites) + " sites; within a site " +
-                            text_of(network.site) + ", between sites " + text_of(network.wan) + " (measured in " +
-                            to_text(Clock::now() - begun) + ")");
+    log(LogLevel::info,
+        std::to_string(hosts.size()) + " hosts in " + std::to_string(sites) + " sites; within a site " +
+            text_of(network.site) + ", between sites " + text_of(network.wan) + " (" +
+            (recalled ? "known from an earlier group" : "measured in " + to_text(Clock::now() - begun)) + ")");
   }
   return network;
 }

@@ -141,10 +141,14 @@ std::uint64_t rounded(std::uint64_t value) {
   return value * 1000 < power * 7071 ? 5 * power : 10 * power;
 }
 
+LinkCost host_link(bool hosts_share) {
+  return hosts_share ? kMemory : kLoopback;
+}
+
 Network network_of(const std::vector<std::int32_t>& site_of, const std::vector<Reach>& reaches,
                    const std::vector<Flow>& flows, bool hosts_share) {
   Network network;
-  network.host = hosts_share ? kMemory : kLoopback;
+  network.host = host_link(hosts_share);
   network.site = network.wan = {0, 0, kMessageNs, kCpuBytePs};
   network.site_of = site_of;
   const auto link_between = [&](std::int32_t a, std::int32_t b) -> LinkCost& {

@@ -82,6 +82,9 @@ struct Flow {
 Network network_of(const std::vector<std::int32_t>& site_of, const std::vector<Reach>& reaches,
                    const std::vector<Flow>& flows, bool hosts_share);
 
+// Within a host, where nothing is measured.
+LinkCost host_link(bool hosts_share);
+
 std::uint64_t rounded(std::uint64_t value);
 
 }  // namespace torch_iroh::transport

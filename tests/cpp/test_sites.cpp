@@ -11,6 +11,7 @@
 
 #include "base/error.hpp"
 #include "support.hpp"
+#include "transport/known_networks.hpp"
 #include "transport/network.hpp"
 #include "transport/probe_messages.hpp"
 #include "transport/sites.hpp"
@@ -249,6 +250,41 @@ TEST_CASE("links: a level without links costs what the other one does") {
 
 TEST_CASE("links: a rate of nothing is a very slow link, not a division by it") {
   CHECK(network_of({0, 1}, {}, {{0, 1, 0}}, false).wan.byte_ps == 1'000'000'000);
+}
+
+TEST_CASE("known networks: hosts of an earlier group, or some of them, are found again, sites in the order they come") {
+  KnownNetworks known;
+  const TimePoint now = Clock::now();
+  Network network;
+  network.wan.latency_ns = 7;
+  network.site_of = {0, 0, 1, 2};
+  known.remember({{"a", ""}, {"b", ""}, {"c", ""}, {"d", "home"}}, network, now);
+  const auto all = known.find({{"a", ""}, {"b", ""}, {"c", ""}, {"d", "home"}}, now);
+  REQUIRE(all);
+  CHECK(*all == network);
+  const auto some = known.find({{"d", "home"}, {"b", ""}, {"a", ""}}, now);
+  REQUIRE(some);
+  CHECK(some->site_of == Sites{0, 1, 1});
+  CHECK(some->wan.latency_ns == 7);
+  CHECK_FALSE(known.find({{"a", ""}, {"e", ""}}, now));
+  CHECK_FALSE(known.find({{"a", ""}, {"d", ""}}, now));  // it names another site now
+  CHECK_FALSE(known.find({{"a", ""}}, after(now, KnownNetworks::kMostAge + milliseconds(1))));
+}
+
+TEST_CASE("known networks: the newest counts, few are kept, and hosts without a name are none") {
+  KnownNetworks known;
+  const TimePoint now = Clock::now();
+  Network network;
+  network.site_of = {0, 1};
+  known.remember({{"a", ""}, {"", ""}}, network, now);
+  CHECK_FALSE(known.find({{"a", ""}, {"", ""}}, now));
+  for (std::uint64_t i = 0; i < 20; ++i) {
+    network.wan.latency_ns = i;
+    known.remember({{"a", ""}, {"b" + std::to_string(i), ""}}, network, now);
+  }
+  CHECK(known.find({{"a", ""}}, now)->wan.latency_ns == 19);
+  CHECK(known.find({{"b12", ""}}, now)->wan.latency_ns == 12);
+  CHECK_FALSE(known.find({{"b11", ""}}, now));
 }
 
 TEST_CASE("decision: comes back as it went; what is none is refused") {

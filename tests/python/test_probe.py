@@ -192,6 +192,40 @@ def test_a_named_site_goes_before_what_was_measured(tmp_path: Path) -> None:
         assert one.network.sites == [[0, 2], [1, 3]]
 
 
+def later_groups(rank: int, world: int, store: str, folder: str) -> tuple[list[Any], list[str]]:
+    log = Log(f"{folder}/{rank}.log")
+    assert alone_on_its_host()
+    dist.init_process_group(
+        "iroh", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    networks = [torch_iroh.stats().network]
+    for members in ([2, 0], [1, 2]):
+        group = dist.new_group(members, timeout=timedelta(seconds=60))
+        if rank in members:
+            tensor = torch.full((1000,), float(rank + 1))
+            dist.all_reduce(tensor, group=group)
+            assert torch.all(tensor == sum(members) + 2)
+            networks.append(torch_iroh.stats(group).network)
+    dist.barrier()
+    dist.destroy_process_group()
+    return networks, log.lines()
+
+
+def test_groups_among_the_same_hosts_do_not_measure_again(tmp_path: Path) -> None:
+    with Ranks(3, environment={"TORCH_IROH_LOG": "info"}) as ranks:
+        seen = ranks.run(later_groups, 3, str(tmp_path / "store"), str(tmp_path), deadline=100)
+    assert [len(networks) for networks, _ in seen] == [2, 2, 3]
+    first = seen[0][0][0]
+    assert first is not None
+    for networks, _ in seen:
+        for one in networks:
+            assert one is not None and (one.site, one.wan) == (first.site, first.wan)
+            assert len(one.hosts) in (2, 3)
+    measured = [line for _, log in seen for line in log if "measured in" in line]
+    known = [line for _, log in seen for line in log if "known from an earlier group" in line]
+    assert len(measured) == 1 and len(known) == 2, (measured, known)
+
+
 @pytest.mark.parametrize("options", [{"probe": "off"}, {"algorithm": "ring"}, {"plan": "all_reduce=tree"}])
 def test_nothing_is_measured_where_that_is_not_wanted(tmp_path: Path, options: dict[str, Any]) -> None:
     with Ranks(2) as ranks:
