@@ -142,7 +142,7 @@ All are keyword-only and optional. What is not set is taken from the environment
 
 Of this group:
     chunk_bytes (int): size in bytes of the pieces that pipeline a collective; default 262144. The smallest value of
-        all ranks counts.
+        all ranks counts. At the default, a group that has measured its links chooses 65536 or 1048576 where that is faster.
     algorithm (str): "auto" (default), "ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck" or
         "hierarchical"; equal on all ranks. An operation that it does not cover runs its nearest kin; error texts name what really ran.
     plan (str): instead of algorithm, one for each collective and size: "all_reduce<=64KiB=tree, all_reduce=ring/1MiB,

@@ -5,6 +5,7 @@
 #include <cstdlib>
 
 #include "base/bytes.hpp"
+#include "collective/chooser.hpp"
 #include "link/frame.hpp"
 
 namespace torch_iroh::c10d_backend {
@@ -61,7 +62,8 @@ Duration seconds(double value) {
 }  // namespace
 
 std::uint32_t IrohOptions::resolved_chunk_bytes() const {
-  const auto value = static_cast<double>(integer_option(chunk_bytes, "TORCH_IROH_CHUNK_BYTES").value_or(256 << 10));
+  const auto value = static_cast<double>(
+      integer_option(chunk_bytes, "TORCH_IROH_CHUNK_BYTES").value_or(collective::kDefaultChunkBytes));
   within("chunk_bytes", value, 1024, link::kMaxFrameBytes, " bytes");
   // A whole number of every dtype's elements.
   return static_cast<std::uint32_t>(value) & ~std::uint32_t{63};

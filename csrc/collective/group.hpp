@@ -35,12 +35,12 @@
 namespace torch_iroh::collective {
 
 struct GroupOptions {
-  std::string name;                            // for error texts
-  std::size_t chunk_bytes = 256 << 10;         // equal on all ranks
-  Pins pins;                                   // equal on all ranks; what they leave open is chosen
-  std::shared_ptr<const Costs> costs;          // equal on all ranks; none: the links are not known
-  std::shared_ptr<const Hierarchy> hierarchy;  // equal on all ranks; none: the world is flat
-  Duration peer_timeout = milliseconds(3000);  // where ranks share memory; else the links have their own
+  std::string name;                              // for error texts
+  std::size_t chunk_bytes = kDefaultChunkBytes;  // equal on all ranks
+  Pins pins;                                     // equal on all ranks; what they leave open is chosen
+  std::shared_ptr<const Costs> costs;            // equal on all ranks; none: the links are not known
+  std::shared_ptr<const Hierarchy> hierarchy;    // equal on all ranks; none: the world is flat
+  Duration peer_timeout = milliseconds(3000);    // where ranks share memory; else the links have their own
 };
 
 struct GroupStats {

@@ -155,6 +155,72 @@ TEST_CASE("costs: the choice is near the best of what the simulator finds") {
   CHECK(worst < 1.5);
 }
 
+TEST_CASE("costs: the chunk is chosen with the algorithm, near the best that the simulator finds for any of both") {
+  const std::vector<std::size_t> chunks = {64 << 10, kDefaultChunkBytes, 1 << 20};
+  int cells = 0, other = 0;
+  double worst = 1, gained = 1;
+  for (const Wires& wires : kWires) {
+    for (const World& world : {World{1, 1, 5}, World{1, 4, 2}, World{2, 2, 2}}) {
+      const auto costs = std::make_shared<const Costs>(network_of(world, wires), hierarchy_of(world));
+      const Chooser chooser({}, costs, kDefaultChunkBytes);
+      for (const Op op : {Op::all_reduce, Op::broadcast, Op::all_gather}) {
+        for (const std::uint64_t bytes : {64 << 10, 512 << 10, 4 << 20}) {
+          CollectiveCall call;
+          call.work.dtype = DType::float32;
+          call.request = request_of(op, world, bytes / 4);
+          chooser.choose(call);
+          double best = 0, mine = 0, usual = 0;
+          for (const std::size_t chunk : chunks) {
+            LinkModel model = model_of(world, costs->network());
+            model.chunk_bytes = chunk;
+            Request request = call.request;
+            for (int i = 0; i < kAlgorithmCount; ++i) {
+              request.algorithm = static_cast<Algorithm>(i);
+              if (!supports(request.algorithm, request)) continue;
+              const double seconds = simulate(cast_everyone(request), 4, model).seconds;
+              if (best == 0 || seconds < best) best = seconds;
+              if (request.algorithm != call.request.algorithm) continue;
+              if (chunk == call.chunk_bytes) mine = seconds;
+              if (chunk == kDefaultChunkBytes) usual = seconds;
+            }
+          }
+          ++cells;
+          if (call.chunk_bytes != kDefaultChunkBytes) ++other;
+          worst = std::max(worst, mine / best);
+          gained = std::max(gained, usual / mine);
+          CAPTURE(wires.name);
+          CAPTURE(text_of(world));
+          CAPTURE(name_of(op));
+          CAPTURE(bytes);
+          CAPTURE(call.chunk_bytes);
+          CHECK(mine <= 1.4 * best);
+        }
+      }
+    }
+  }
+  MESSAGE(cells << " cells, " << other << " with other chunks, the worst " << worst << " times the best, gained up to "
+                << gained);
+  CHECK(other > 0);
+}
+
+TEST_CASE("costs: a chunk that somebody asked for stays, and one for sizes that ranks do not know alike, too") {
+  const World world{1, 4, 2};
+  const auto costs = std::make_shared<const Costs>(network_of(world, kWires[1]), hierarchy_of(world));
+  const auto chunk_of = [&](const Chooser& chooser, Request request) {
+    CollectiveCall call;
+    call.work.dtype = DType::float32;
+    call.request = std::move(request);
+    chooser.choose(call);
+    return call.chunk_bytes;
+  };
+  const Request request = request_of(Op::all_reduce, world, 128 << 10);
+  CHECK(chunk_of(Chooser({}, costs, 4096), request) == 4096);
+  CHECK(chunk_of(Chooser(Pins::parse("all_reduce=ring/128KiB"), costs, kDefaultChunkBytes), request) == 128 << 10);
+  Request uneven = request_of(Op::all_to_all, world, 128 << 10);
+  uneven.even = false;
+  CHECK(chunk_of(Chooser({}, costs, kDefaultChunkBytes), uneven) == kDefaultChunkBytes);
+}
+
 TEST_CASE("costs: a choice does not depend on the rank that makes it, and a pin goes before it") {
   const World world{2, 2, 2};
   const auto costs = std::make_shared<const Costs>(network_of(world, kWires[0]), hierarchy_of(world));
