@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -15,6 +14,7 @@ from types import ModuleType
 _LIBRARY_NAMES = ("libiroh_ffi.so", "libiroh_ffi.dylib")
 # How long callbacks may hold up the end of the interpreter.
 _CALLBACKS_END = timedelta(seconds=2)
+_leaving: set[int] = set()  # processes that will leave politely: a fork does not
 
 
 def core_module() -> ModuleType:
@@ -92,23 +92,32 @@ def open_library() -> None:
     core_module().open_library(path, version)
 
 
-def prepare_network() -> None:
-    """Called by the native code before this process makes its first group of several ranks."""
-    open_library()
+def prepare_group(network: bool) -> None:
+    """Called by the native code before this process makes a group; `network`: of several ranks."""
+    if network:
+        open_library()
     leave_politely_at_exit()
 
 
-@functools.cache
 def leave_politely_at_exit() -> None:
-    """Say goodbye to the peers when the interpreter ends without ``destroy_process_group``. Once per process."""
+    """See to it that this process ends its groups before its interpreter ends, whoever forgot to.
+
+    Peers hear goodbye, operations in flight fail, and callbacks have ended.
+    """
     owner = os.getpid()
+    if owner in _leaving:
+        return
+    _leaving.add(owner)
 
     def leave() -> None:
         if os.getpid() != owner:
             return
+        torch_native = sys.modules.get("torch_iroh._C")
+        if torch_native is not None:
+            torch_native.leave_all_process_groups()
         core_module().leave_all_groups()
         # A thread that wants the GIL after this ends the process with SIGABRT, when it frees a tensor, for example.
-        if torch_native := sys.modules.get("torch_iroh._C"):
+        if torch_native is not None:
             torch_native.finish_callbacks(_CALLBACKS_END)
 
     atexit.register(leave)

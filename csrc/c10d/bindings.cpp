@@ -264,10 +264,11 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
         return make(name, store, prefix, rank, size, timeout).cast<c10::intrusive_ptr<::c10d::Backend>>();
       },
   });
-  set_network_opener([] {
+  set_group_preparer([](bool network) {
     const py::gil_scoped_acquire gil;
-    py::module_::import("torch_iroh._native").attr("prepare_network")();
+    py::module_::import("torch_iroh._native").attr("prepare_group")(network);
   });
+  module.def("leave_all_process_groups", &leave_all_process_groups, py::call_guard<py::gil_scoped_release>());
   module.def("finish_callbacks", &finish_callbacks, py::arg("limit"), py::call_guard<py::gil_scoped_release>());
   module.def("open_library", &iroh::Library::open, py::arg("path"), py::arg("installed_version"));
 }

@@ -177,8 +177,17 @@ void Inner::conduct() {
       std::unique_lock lock(pulse_->mutex);
       pulse_->busy = false;
       pulse_->beat.notify_all();
-      pulse_->beat.wait(lock, [&] { return pulse_->closing || !pulse_->jobs.empty(); });
-      if (pulse_->jobs.empty()) return;
+      // A device may still be at work for operations that have ended here: a rank that died would keep it there.
+      const auto must_abort = [&] {
+        return pulse_->failed && pulse_->failed->kind() != ErrorKind::aborted && !aborted_.load();
+      };
+      pulse_->beat.wait(lock, [&] { return pulse_->closing || !pulse_->jobs.empty() || must_abort(); });
+      if (pulse_->jobs.empty()) {
+        if (pulse_->closing) return;
+        lock.unlock();
+        abort_backend();
+        continue;
+      }
       job = std::move(pulse_->jobs.front());
       pulse_->jobs.pop_front();
       pulse_->busy = true;
@@ -293,7 +302,7 @@ Error Inner::broken(const std::string& why) {
 }
 
 void Inner::abort_backend() {
-  if (std::exchange(aborted_, true) || !inner_.backend) return;
+  if (aborted_.exchange(true) || !inner_.backend) return;
   try {
     inner_.backend->abort();
   } catch (const std::exception& error) {
@@ -313,12 +322,12 @@ void Inner::close(bool orderly) {
     if (std::exchange(pulse_->closing, true)) return;
   }
   pulse_->beat.notify_all();
+  if (!orderly) abort_backend();  // the conductor may be inside it
   {
     const std::lock_guard order(submit_mutex_);
     if (conductor_.joinable()) conductor_.join();
   }
   if (!inner_.backend) return;
-  if (!orderly) abort_backend();
   if (!aborted_) {
     try {
       inner_.backend->shutdown();

@@ -98,9 +98,9 @@ class Inner : public std::enable_shared_from_this<Inner> {
   const std::shared_ptr<Pulse> pulse_;
   const Hosts::Members neighbours_;  // the ranks of this host
 
-  std::mutex submit_mutex_;  // numbers and queues in one step
-  Job* running_ = nullptr;   // the conductor's own
-  bool aborted_ = false;     // likewise
+  std::mutex submit_mutex_;           // numbers and queues in one step
+  Job* running_ = nullptr;            // the conductor's own
+  std::atomic<bool> aborted_{false};  // likewise
   std::thread conductor_;
 };
 

@@ -42,11 +42,10 @@ Wish decode(const std::vector<std::uint8_t>& bytes) {
   return wish;
 }
 
-// What every rank wishes, by rank. As for membership, a rank counts its own groups under one name of the store.
+// What every rank wishes, by rank.
 std::vector<Wish> exchange(transport::KeyValueStore& keys, const InnerRequest& request, const Wish& mine,
                            std::string& prefix) {
-  prefix =
-      "torch_iroh/inner/" + std::to_string(keys.add_one("torch_iroh/inner/turn/" + std::to_string(request.rank))) + "/";
+  prefix = request.prefix + "inner/";
   std::vector<std::string> names;
   for (int rank = 0; rank < request.world; ++rank) names.push_back(prefix + std::to_string(rank));
   keys.set(names[static_cast<std::size_t>(request.rank)], encode(mine));

@@ -37,6 +37,7 @@ struct InnerRequest {
   int rank = 0;
   int world = 1;
   std::chrono::milliseconds timeout{};
+  std::string prefix{};  // of the group's keys in the store
 };
 
 struct InnerBackend {

@@ -17,6 +17,9 @@
 namespace torch_iroh::c10d_backend {
 namespace {
 
+// A process that ends does not wait longer for what it has sent.
+constexpr Duration kExitLinger = milliseconds(2000);
+
 // c10d's store behind the few functions that the core knows. Any Store has these.
 class StoreAdapter final : public transport::KeyValueStore {
  public:
@@ -42,9 +45,9 @@ class StoreAdapter final : public transport::KeyValueStore {
   const c10::intrusive_ptr<::c10d::Store> store_;
 };
 
-std::function<void()>& network_opener() {
-  static std::function<void()> opener;
-  return opener;
+std::function<void(bool)>& group_preparer() {
+  static std::function<void(bool)> preparer;
+  return preparer;
 }
 
 // None where the world is flat (one host, or one rank on every host and no sites), unless somebody asks for levels:
@@ -71,18 +74,19 @@ bool shares_collectives(const transport::Joined& joined, const collective::Group
   return joined.team && joined.team->is_whole() && options.pins.empty();
 }
 
-// `hosts` becomes the ranks by host.
+// `hosts` becomes the ranks by host, `prefix` that of the group's keys in the store.
 std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
-                                              const IrohOptions& options, std::vector<Hosts::Ranks>& hosts) {
+                                              const IrohOptions& options, std::vector<Hosts::Ranks>& hosts,
+                                              std::string& prefix) {
   collective::GroupOptions group_options;
   group_options.name = options.group_name;
   group_options.chunk_bytes = options.resolved_chunk_bytes();
   group_options.pins = options.resolved_pins();
   const bool eager = options.resolved_eager();
   const link::NodeOptions node_options = options.resolved_node_options();
+  group_preparer()(size > 1);
   if (size == 1) return collective::Group::make(transport::make_in_process(1).front(), group_options);
 
-  network_opener()();
   StoreAdapter adapter(store);
   transport::JoinRequest request;
   request.rank = rank;
@@ -97,6 +101,7 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   const auto node = link::Node::shared(node_options);
   auto joined = transport::join_group(adapter, node, request);
   hosts = joined.levels.front();
+  prefix = joined.meeting.prefix;
   group_options.chunk_bytes = joined.chunk_bytes;
   const auto network = joined.probe ? transport::probe_network(adapter, node, request, joined) : std::nullopt;
   if (network) joined.levels.back() = transport::grouped(network->site_of);
@@ -110,6 +115,42 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   return group;
 }
 
+// What is left of a process group when its process ends.
+struct Living {
+  std::weak_ptr<collective::Group> group;
+  std::weak_ptr<Inner> inner;
+
+  void leave() const {
+    const auto own = group.lock();
+    if (!own) return;
+    const bool broken = own->failure().has_value();
+    own->shutdown(kExitLinger);
+    if (const auto parts = inner.lock()) parts->close(!broken);
+  }
+};
+
+class LivingGroups {
+ public:
+  void add(Living one) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(groups_, [](const Living& other) { return other.group.expired(); });
+    groups_.push_back(std::move(one));
+  }
+  std::vector<Living> take() {
+    const std::lock_guard lock(mutex_);
+    return std::exchange(groups_, {});
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Living> groups_;
+};
+
+LivingGroups& living() {
+  static PerProcess<LivingGroups> shared([] { return std::make_unique<LivingGroups>(); });
+  return shared.get();
+}
+
 // The caller's object may serve several groups.
 c10::intrusive_ptr<IrohOptions> options_for(const char* op, const c10::intrusive_ptr<::c10d::Backend::Options>& given) {
   const auto* options = dynamic_cast<const IrohOptions*>(given.get());
@@ -119,8 +160,12 @@ c10::intrusive_ptr<IrohOptions> options_for(const char* op, const c10::intrusive
 
 }  // namespace
 
-void set_network_opener(std::function<void()> opener) {
-  network_opener() = std::move(opener);
+void set_group_preparer(std::function<void(bool network)> preparer) {
+  group_preparer() = std::move(preparer);
+}
+
+void leave_all_process_groups() {
+  for (const Living& one : living().take()) one.leave();
 }
 
 ProcessGroupIroh::ProcessGroupIroh(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
@@ -128,16 +173,22 @@ ProcessGroupIroh::ProcessGroupIroh(const c10::intrusive_ptr<::c10d::Store>& stor
     : ::c10d::Backend(rank, size), options_(std::move(options)) {
   try {
     std::vector<Hosts::Ranks> hosts;
-    group_.assign(make_group(store, rank, size, *options_, hosts));
-    if (!hosts.empty()) make_inner_parts(store, Hosts(std::move(hosts), rank));
+    std::string prefix;
+    group_.assign(make_group(store, rank, size, *options_, hosts, prefix));
+    if (!hosts.empty()) make_inner_parts(store, Hosts(std::move(hosts), rank), std::move(prefix));
+    living().add({group_.shared(), inner_.shared()});
   } catch (const Error& error) {
     std::rethrow_exception(to_torch(error));
   }
 }
 
-void ProcessGroupIroh::make_inner_parts(const c10::intrusive_ptr<::c10d::Store>& store, Hosts hosts) {
+void ProcessGroupIroh::make_inner_parts(const c10::intrusive_ptr<::c10d::Store>& store, Hosts hosts,
+                                        std::string prefix) {
   StoreAdapter keys(store);
-  auto chosen = make_inner(store, keys, hosts, {options_->resolved_inner(), rank_, size_, options_->timeout});
+  // Who pins how collectives run means all of them.
+  std::string asked = options_->resolved_inner();
+  if (asked == "auto" && !options_->resolved_pins().empty()) asked = "none";
+  auto chosen = make_inner(store, keys, hosts, {std::move(asked), rank_, size_, options_->timeout, std::move(prefix)});
   if (!chosen) return;
   const Duration patience = options_->resolved_node_options().link.peer_timeout + std::chrono::milliseconds(1000);
   inner_.assign(Inner::make(std::move(*chosen), std::move(hosts), group_.shared(), patience));

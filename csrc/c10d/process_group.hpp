@@ -21,7 +21,10 @@
 namespace torch_iroh::c10d_backend {
 
 // Runs before the first group of more than one rank is made: opens the iroh library.
-void set_network_opener(std::function<void()> opener);
+void set_group_preparer(std::function<void(bool network)> preparer);
+
+// Of this process, at its end: what is in flight fails, and the others hear that this rank has left.
+void leave_all_process_groups();
 
 class ProcessGroupIroh final : public ::c10d::Backend {
  public:
@@ -87,7 +90,7 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   // `waited_for`: the caller waits before it does anything else.
   WorkPtr submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for);
   void complete(IrohWork::Description& description, std::chrono::milliseconds timeout, bool waited_for) const;
-  void make_inner_parts(const c10::intrusive_ptr<::c10d::Store>& store, Hosts hosts);
+  void make_inner_parts(const c10::intrusive_ptr<::c10d::Store>& store, Hosts hosts, std::string prefix);
   // In parts inside and between hosts; null: `asked` goes over the group alone, and `operation` was left as it is.
   WorkPtr by_hosts(Operation& operation, const Asked& asked, std::chrono::milliseconds timeout, bool waited_for);
   WorkPtr point_to_point(const char* op, Tensors& tensors, int peer, int tag, ::c10d::OpType type);

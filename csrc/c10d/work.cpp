@@ -66,7 +66,11 @@ void IrohWork::finish(c10::intrusive_ptr<IrohWork> work, const Error* error, int
       if (unasked) done->unasked_ = outcome;
     }
     done->Work::finish(outcome);
-    if (unasked) return;
+    if (unasked) {
+      // Its caller may have let go of all else by now. What frees a tensor may wait for the GIL.
+      if (std::this_thread::get_id() != done->caller_) completions().post([done = std::move(done)] {});
+      return;
+    }
     completions().post([done = std::move(done), outcome] { done->complete_futures(outcome); });
   };
   if (failed || !work->description_.after) return end(std::move(work), failed);

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <ATen/core/ivalue.h>
@@ -80,6 +81,7 @@ class IrohWork final : public ::c10d::Work {
   ::c10d::WorkResult outcome_ = ::c10d::WorkResult::SUCCESS;
   int source_ = -1;
   // Most callers that wait never ask for a future, and completing one costs them another thread's turn.
+  const std::thread::id caller_ = std::this_thread::get_id();
   std::mutex futures_mutex_;
   bool futures_wanted_ = false;
   std::optional<std::exception_ptr> unasked_;  // the outcome, when it came before anyone asked

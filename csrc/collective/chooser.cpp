@@ -22,7 +22,8 @@ void Chooser::choose(CollectiveCall& call) const {
   const Choice choice = cheapest(call.request, element_bytes, pin);
   call.request.algorithm = choice.algorithm;
   call.chunk_bytes = choice.chunk_bytes;
-  call.predicted_ns = choice.nanoseconds;
+  // Ranks do not know the size of an all_to_all alike, so its price is that of nothing.
+  if (known_bytes(call.request, element_bytes)) call.predicted_ns = choice.nanoseconds;
 }
 
 Chooser::Choice Chooser::cheapest(const Request& request, std::size_t element_bytes, const Pin& pin) const {

@@ -14,7 +14,6 @@ namespace {
 // So many finished operations are remembered, to compare late announcements with.
 constexpr std::size_t kHistory = 256;
 constexpr Duration kFinishGrace = milliseconds(500);
-constexpr Duration kLinger = milliseconds(60000);
 // When the group is broken: enough to tell the others why.
 constexpr Duration kFarewell = milliseconds(500);
 
@@ -291,7 +290,7 @@ void Group::begin(Queued queued) {
     const auto early = early_.extract(queued.sequence);
     if (!early.empty()) {
       for (Early& one : early.mapped()) {
-        peers_[static_cast<std::size_t>(one.from)].early_bytes -= one.payload.size();
+        peers_[static_cast<std::size_t>(one.from)].early_bytes -= charge_of(one.payload.size());
         if (current_) handle_data(one.from, one.tag, std::move(one.payload));
       }
     }
@@ -337,14 +336,14 @@ void Group::count_in_flight(int change) {
   idle_.notify_all();
 }
 
-void Group::shutdown() {
+void Group::shutdown(Duration linger) {
   bool healthy = false;
   bool idle = false;
   {
     std::unique_lock lock(shared_mutex_);
     if (!failure_) idle_.wait_for(lock, kFinishGrace, [&] { return in_flight_ == 0 || failure_; });
     // Messages whose callers have gone on are still owed to their receivers.
-    if (!failure_) idle_.wait_for(lock, kLinger, [&] { return kept_messages_ == 0 || failure_; });
+    if (!failure_) idle_.wait_for(lock, linger, [&] { return kept_messages_ == 0 || failure_; });
     idle = in_flight_ == 0;
     healthy = !failure_ && idle;
   }
@@ -362,7 +361,7 @@ void Group::shutdown() {
     host_->close();
   }
   inbox_.close();
-  transport_->close(healthy ? kLinger : kFarewell);
+  transport_->close(healthy ? linger : kFarewell);
 }
 
 GroupStats Group::stats() const {

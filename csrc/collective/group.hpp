@@ -43,6 +43,9 @@ struct GroupOptions {
   Duration peer_timeout = milliseconds(3000);    // where ranks share memory; else the links have their own
 };
 
+// What data counts that comes, or goes, before its operation is announced.
+std::uint64_t charge_of(std::size_t bytes);
+
 struct GroupStats {
   std::uint64_t collectives = 0;  // finished
   double busy_seconds = 0;        // wall time with at least one operation in flight
@@ -84,7 +87,8 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
 
   // Leaves the group. Waits a moment for what is in flight, then fails it; blocks for at most about a second when the
   // group is broken, and else until what was sent has arrived.
-  void shutdown();
+  // `linger`: how long what was sent may take to arrive.
+  void shutdown(Duration linger = milliseconds(60000));
 
   GroupStats stats() const;
 

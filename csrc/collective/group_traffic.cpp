@@ -18,6 +18,10 @@ constexpr std::size_t kMostCallsAhead = 8192;
 
 }  // namespace
 
+std::uint64_t charge_of(std::size_t bytes) {
+  return std::max<std::uint64_t>(bytes, kLeastCharge);
+}
+
 void Group::announce(std::uint64_t sequence, const Request& request, const std::string& description,
                      const Execution& execution) {
   std::vector<bool> needed(static_cast<std::size_t>(world_));
@@ -60,7 +64,7 @@ void Group::send_chunk(int peer, const transport::Tag& tag, std::span<const std:
 
 bool Group::may_send(Peer& peer, std::uint64_t sequence, std::size_t bytes) const {
   if (sequence < peer.announced) return true;
-  const std::uint64_t charge = std::max<std::uint64_t>(bytes, kLeastCharge);
+  const std::uint64_t charge = charge_of(bytes);
   if (peer.allowance_used + charge > kAllowance) return false;
   peer.allowance_used += charge;
   peer.ahead[sequence] += charge;
@@ -98,7 +102,7 @@ void Group::handle_data(int from, const transport::Tag& tag, Payload payload) {
     if (tag.sequence < next) return;
     auto& early = early_[tag.sequence];
     auto& bytes = peers_[static_cast<std::size_t>(from)].early_bytes;
-    bytes += payload.size();
+    bytes += charge_of(payload.size());
     if (bytes > 2 * kAllowance) {
       throw Error(ErrorKind::protocol, "rank " + std::to_string(from) + " sends far ahead of what it may");
     }

@@ -47,6 +47,7 @@ HostQueue::HostQueue(std::shared_ptr<HostTeam> team, Duration peer_timeout, Hook
 void HostQueue::push(std::uint64_t sequence, CollectiveCall call, TimePoint deadline) {
   const std::lock_guard lock(queue_mutex_);
   queue_.push_back({sequence, std::move(call), deadline});
+  pushed_ = sequence + 1;
 }
 
 void HostQueue::attend() {
@@ -64,13 +65,13 @@ void HostQueue::release(std::uint64_t sequence) {
 }
 
 void HostQueue::fail(const Error& cause, const std::string& news) {
+  // Before any operation ends and its memory is given back: readers look at this after they have read.
+  const auto members = team();
+  if (members && !news.empty()) members->fail(news);
   {
     const std::lock_guard lock(queue_mutex_);
     if (!failed_) failed_ = cause;
   }
-  // Before anyone's memory is given back: readers look at this after they have read.
-  const auto members = team();
-  if (members && !news.empty()) members->fail(news);
   attend();
 }
 
@@ -80,9 +81,14 @@ void HostQueue::leave() {
 
 void HostQueue::close() {
   const std::lock_guard working(drive_mutex_);
-  if (const auto cause = failed()) end_all(*cause);
+  Error cause(ErrorKind::aborted, "the group was destroyed on rank " + std::to_string(rank_));
+  {
+    const std::lock_guard lock(queue_mutex_);
+    if (!failed_) failed_ = cause;
+    cause = *failed_;
+  }
+  end_all(cause);
   const std::lock_guard lock(queue_mutex_);
-  if (!failed_) failed_.emplace(ErrorKind::aborted, "the group was destroyed on rank " + std::to_string(rank_));
   team_.reset();
 }
 
@@ -115,7 +121,7 @@ void HostQueue::drive(std::uint64_t sequence) {
   bool more = false;
   {
     const std::lock_guard lock(queue_mutex_);
-    more = !queue_.empty();
+    more = ended_.load() < pushed_;  // the next may have begun on this thread
   }
   if (more) attend();
 }
@@ -183,10 +189,15 @@ bool HostQueue::begin_next(std::optional<TimePoint>& again) {
 TimePoint HostQueue::look_after(Current& current, TimePoint now) {
   if (current.queued.deadline <= now) throw late();
   const auto waiting = current.run->waiting_for();
+  // After its last step a rank may go: its step is looked for once more after its going was seen.
+  const auto is_missed = [&](int rank) {
+    const auto missed = current.run->waiting_for();
+    return std::find(missed.begin(), missed.end(), rank) != missed.end();
+  };
   const auto listen = [&] {
     current.run->check_sources();
     for (const int rank : waiting) {
-      if (team_->standing(rank) == HostTeam::Standing::left) {
+      if (team_->standing(rank) == HostTeam::Standing::left && is_missed(rank)) {
         throw Error(ErrorKind::peer_gone, "rank " + std::to_string(rank) + " is gone: it left the group");
       }
     }
@@ -195,7 +206,7 @@ TimePoint HostQueue::look_after(Current& current, TimePoint now) {
   if (current.look_at == TimePoint{}) current.look_at = after(now, kFirstLook);
   if (now >= current.look_at) {
     current.look_at = after(now, HostWatch::kInterval);
-    if (const auto gone = watch_.look(*team_, waiting, now)) {
+    if (const auto gone = watch_.look(*team_, waiting, now); gone && is_missed(gone->rank)) {
       listen();  // what it has said since, before it ended, tells more
       throw Error(ErrorKind::peer_gone, "rank " + std::to_string(gone->rank) + " is gone: " + gone->why);
     }
@@ -204,8 +215,13 @@ TimePoint HostQueue::look_after(Current& current, TimePoint now) {
 }
 
 std::string HostQueue::waiting_text() {
-  const std::unique_lock lock(drive_mutex_, kExplanation);
-  return lock && current_ && current_->run ? still_waiting() : "";
+  std::string text;
+  {
+    const std::unique_lock lock(drive_mutex_, kExplanation);
+    if (lock && current_ && current_->run) text = still_waiting();
+  }
+  attend();  // whoever came meanwhile was turned away
+  return text;
 }
 
 std::string HostQueue::still_waiting() const {
@@ -232,8 +248,11 @@ void HostQueue::report(const Error& given) {
 
 void HostQueue::end_current(const Error* error) {
   if (team_) team_->await(-1);
-  const Current ended = std::move(*current_);
+  Current ended = std::move(*current_);
   current_.reset();
+  // While the caller still waits and holds its tensors: freeing one here might wait for the GIL.
+  ended.run.reset();
+  ended.queued.call.work.keep.reset();
   ended_.store(ended.queued.sequence + 1);
   ended.queued.call.done(error);
   hooks_.ended();

@@ -82,6 +82,7 @@ class HostQueue final : public transport::Attended, public std::enable_shared_fr
 
   mutable std::mutex queue_mutex_;  // short: what other threads hand in
   std::deque<Queued> queue_;
+  std::uint64_t pushed_ = 0;  // operations so far
   std::optional<Error> failed_;
 
   std::timed_mutex drive_mutex_;  // held while working

@@ -183,6 +183,7 @@ std::optional<HostRun::Blocked> HostRun::step() {
 
 void HostRun::begin_round() {
   plan_ = plan_round(request_, cut_, round_);
+  checked_.assign(static_cast<std::size_t>(request_.world), false);
   if (plan_.scratch_count > 0 && !scratch_) {
     // No later round has a longer shard.
     scratch_ = std::make_unique_for_overwrite<std::byte[]>(plan_.scratch_count * element_);
@@ -216,7 +217,8 @@ void HostRun::show() {
   }
 }
 
-void HostRun::check_call(int rank) const {
+void HostRun::check_call(int rank) {
+  if (checked_[static_cast<std::size_t>(rank)]) return;
   const HostTeam::Call& theirs = team_.call_of(rank, place_.turn + round_);
   const auto compare = [&](std::uint64_t sequence, const std::string& full, const HostTeam::Text& other) {
     const std::string mine = full.substr(0, HostTeam::Text::kMostBytes);
@@ -233,6 +235,7 @@ void HostRun::check_call(int rank) const {
   }
   compare(place_.sequence, description_, theirs.text);
   if (request_.op == Op::all_to_all) check_amounts(rank);
+  checked_[static_cast<std::size_t>(rank)] = true;
 }
 
 void HostRun::check_amounts(int rank) const {

@@ -60,7 +60,7 @@ class HostRun {
   void make_readable();
   void begin_round();
   void show();
-  void check_call(int rank) const;
+  void check_call(int rank);
   void check_amounts(int rank) const;
   void agree_on_rounds();
   bool takes_from(int rank) const;
@@ -87,7 +87,8 @@ class HostRun {
   HostRound plan_;
   Moment moment_ = Moment::enter;
   std::vector<Transfer> transfers_;
-  int next_rank_ = 0;  // up to here every rank is known to have come as far as the moment needs
+  std::vector<bool> checked_;  // by rank: its call of this round is this rank's
+  int next_rank_ = 0;          // up to here every rank is known to have come as far as the moment needs
   std::unique_ptr<std::byte[]> scratch_;
   std::unique_ptr<std::byte[]> scaled_;
   std::unique_ptr<std::byte[]> readable_;  // stands for the caller's buffer, which others cannot read

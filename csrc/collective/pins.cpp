@@ -60,7 +60,6 @@ bool covers(Algorithm algorithm, Op op) {
   Request request;
   request.op = op;
   request.world = 2;
-  request.even = true;
   return supports(algorithm, request);
 }
 
@@ -88,6 +87,9 @@ Pins::Rule Pins::rule_of(std::string_view text, std::size_t number) {
   rule.op = named<Op>(op, kOps);
   if (!rule.op && op != "*") refuse(number, quoted(op) + " is no collective; allowed: *" + list_of<Op>(kOps));
   if (below != text.npos) rule.most = size_of_text(text.substr(below + 2, equals - below - 2), number);
+  if (rule.most && rule.op == Op::all_to_all) {
+    refuse(number, "gives a size for all_to_all, whose size the ranks do not know alike. Try: all_to_all=ALGORITHM");
+  }
   const std::size_t slash = text.find('/', equals);
   const std::string_view algorithm = text.substr(equals + 1, slash == text.npos ? slash : slash - equals - 1);
   rule.pin.algorithm = named<Algorithm>(algorithm, kAlgorithmCount);

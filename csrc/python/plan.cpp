@@ -77,7 +77,6 @@ Request request_of(Op op, std::int32_t world, std::uint64_t elements) {
     // All pairs alike: what two ranks exchange must be equal at both ends.
     request.blocks.assign(static_cast<std::size_t>(world), elements / static_cast<std::uint64_t>(world));
     request.send_blocks = request.blocks;
-    request.even = true;
     return request;
   }
   for (std::int32_t rank = 0; rank < world; ++rank) request.blocks.push_back(shard_of(elements, world, rank).count);
@@ -183,6 +182,7 @@ std::vector<py::dict> plan(const std::string& op_name, std::uint64_t bytes, std:
     const py::gil_scoped_release release;
     Request request = request_of(op, world, bytes / element_bytes);
     request.hierarchy = hierarchy_of(world, model);
+    request.even = algorithm == "bruck";  // a group's ranks do not know that of each other
     const std::vector<std::string> names =
         algorithm == "auto" ? names_of<Algorithm>(63) : std::vector<std::string>{algorithm};
     for (const std::string& name : names) {

@@ -1,9 +1,12 @@
 #include "transport/host_driver.hpp"
 
 #include <algorithm>
+#include <exception>
+#include <string>
 #include <utility>
 
 #include "base/fork.hpp"
+#include "base/log.hpp"
 
 namespace torch_iroh::transport {
 
@@ -39,7 +42,12 @@ void HostDriver::run() {
     auto news = static_cast<std::uint32_t>(News::messages);  // attend() rings for these
     bool waits = false;
     for (auto& one : taken.attended) {
-      const auto again = one->advance_if_free();
+      std::optional<TimePoint> again;
+      try {
+        again = one->advance_if_free();
+      } catch (const std::exception& error) {
+        log(LogLevel::error, std::string("shared memory: ") + error.what());
+      }
       if (!again) continue;
       waits = true;
       until = std::min(until, *again);

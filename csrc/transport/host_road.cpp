@@ -7,6 +7,8 @@ namespace {
 
 // How often to look whether the ranks that messages are exchanged with still run: as often as links have heartbeats.
 constexpr Duration kLook = milliseconds(250);
+// Messages of one rank before the others have their turn.
+constexpr int kMostInARow = 64;
 
 }  // namespace
 
@@ -51,7 +53,7 @@ void HostRoad::put(int rank, Pending message) {
         if (message.kind == RingKind::data) peer.sent_bytes += message.bytes.size();
         if (!peer.out) peer.out = std::make_unique<RingWriter>(team_->line(rank), team_->line_of(rank));
         peer.pending.push_back(std::move(message));
-        sent = flush(rank, peer);
+        flush(rank, peer, sent);
       } catch (const Error& error) {
         refused = error;
         if (!peer.pending.empty()) {
@@ -67,8 +69,7 @@ void HostRoad::put(int rank, Pending message) {
   lose(rank, false, *refused);
 }
 
-std::vector<HostRoad::Pending> HostRoad::flush(int rank, Peer& peer) {
-  std::vector<Pending> sent;
+void HostRoad::flush(int rank, Peer& peer, std::vector<Pending>& sent) {
   const std::uint64_t before = team_->line(rank).put.load();
   while (!peer.pending.empty()) {
     Pending& next = peer.pending.front();
@@ -81,7 +82,6 @@ std::vector<HostRoad::Pending> HostRoad::flush(int rank, Peer& peer) {
   }
   if (team_->line(rank).put.load() != before) team_->ring(rank, News::messages);
   if (peer.out->is_opened()) peer.out->close_descriptor();
-  return sent;
 }
 
 void HostRoad::connect(int peer) {
@@ -109,39 +109,47 @@ std::optional<TimePoint> HostRoad::advance_if_free() {
     const std::lock_guard lock(mutex_);
     if (closed_) return std::nullopt;
   }
+  bool more = false;
   for (auto& [rank, peer] : peers_) {
     // Said before the last message was looked for: then there are no more.
     const bool parted = team_->parted(rank);
+    std::vector<Pending> sent;
+    std::optional<Error> failed;
+    bool empty = false;
     try {
-      receive(rank, peer);
-      std::vector<Pending> sent;
-      {
-        const std::lock_guard lock(mutex_);
-        if (peer.out) sent = flush(rank, peer);
-      }
-      for (const Pending& one : sent) one.done(Nothing{});
+      empty = receive(rank, peer);
       const std::lock_guard lock(mutex_);
-      if (!parted || !peer.watched) continue;
+      if (peer.out) flush(rank, peer, sent);
     } catch (const Error& error) {
-      lose(rank, false, error);
+      // Of a process that ended nothing can be opened any more, which is not what there is to say about it.
+      failed = team_->ended(rank) ? Error(ErrorKind::peer_gone, HostWatch::ended_text(*team_, rank)) : error;
+    }
+    for (const Pending& one : sent) one.done(Nothing{});
+    if (failed) {
+      lose(rank, false, *failed);
       continue;
+    }
+    more = more || !empty;
+    {
+      const std::lock_guard lock(mutex_);
+      if (!empty || !parted || !peer.watched) continue;
     }
     lose(rank, true, Error(ErrorKind::peer_gone, "it left the group"));
   }
   delivered_.notify_all();
   look(Clock::now());
   const std::lock_guard lock(mutex_);
-  return look_at_;
+  return more ? TimePoint{} : look_at_;
 }
 
-void HostRoad::receive(int rank, Peer& peer) {
+bool HostRoad::receive(int rank, Peer& peer) {
   {
     const std::lock_guard lock(mutex_);
-    if (peer.lost) return;
+    if (peer.lost) return true;
   }
   if (!peer.in) {
     const HostLine& theirs = team_->line_of(rank);
-    if (theirs.ring.load() == 0) return;
+    if (theirs.ring.load() == 0) return true;
     peer.in = std::make_shared<RingReader>(
         team_->pid_of(rank), team_->line(rank), theirs,
         [team = team_.get(), rank] { team->ring(rank, News::messages); }, team_);
@@ -149,7 +157,12 @@ void HostRoad::receive(int rank, Peer& peer) {
     const std::lock_guard lock(mutex_);
     watch(rank, peer);
   }
-  while (auto message = peer.in->next()) deliver(rank, std::move(*message));
+  for (int i = 0; i < kMostInARow; ++i) {
+    auto message = peer.in->next();
+    if (!message) return true;
+    deliver(rank, std::move(*message));
+  }
+  return false;
 }
 
 void HostRoad::deliver(int rank, RingReader::Message message) {
@@ -180,7 +193,12 @@ void HostRoad::look(TimePoint now) {
   if (!gone) return;
   // What it has said before counts: a last message, or that it left.
   if (!team_->parted(gone->rank)) {
-    receive(gone->rank, peers_.at(gone->rank));
+    try {
+      while (!receive(gone->rank, peers_.at(gone->rank))) {
+      }
+    } catch (const Error&) {
+      // It ended before its memory was opened, or in the middle of a message.
+    }
     lose(gone->rank, false, Error(ErrorKind::peer_gone, gone->why));
   }
   const std::lock_guard lock(mutex_);

@@ -57,9 +57,10 @@ class HostRoad final : public Transport, public Attended, public std::enable_sha
   };
 
   void put(int rank, Pending message);
-  // What can go, goes. The messages that are in, whose `done` is to be called without the lock.
-  std::vector<Pending> flush(int rank, Peer& peer);
-  void receive(int rank, Peer& peer);
+  // What can go, goes. `sent`: the messages that are in, whose `done` is to be called without the lock.
+  void flush(int rank, Peer& peer, std::vector<Pending>& sent);
+  // False: there may be more; the others' turn comes first.
+  bool receive(int rank, Peer& peer);
   void deliver(int rank, RingReader::Message message);
   void look(TimePoint now);
   void lose(int rank, bool left, const Error& cause);

@@ -24,6 +24,8 @@ class HostWatch {
     int rank = -1;
     std::string why;
   };
+  static std::string ended_text(const HostTeam& team, int rank);
+
   // The first of `ranks` that will not go on. One thread at a time.
   std::optional<Gone> look(const HostTeam& team, const std::vector<int>& ranks, TimePoint now);
 

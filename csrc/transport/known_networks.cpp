@@ -19,14 +19,14 @@ KnownNetworks& KnownNetworks::own() {
   return shared.get();
 }
 
-void KnownNetworks::remember(std::vector<Host> hosts, Network network, TimePoint now) {
+void KnownNetworks::remember(std::vector<Host> hosts, Network network, TimePoint measured) {
   if (std::any_of(hosts.begin(), hosts.end(), [](const Host& host) { return host.identity.empty(); })) return;
   const std::lock_guard lock(mutex_);
-  known_.push_front({std::move(hosts), std::move(network), now});
+  known_.push_front({std::move(hosts), std::move(network), measured});
   if (known_.size() > kMostKnown) known_.pop_back();
 }
 
-std::optional<Network> KnownNetworks::find(const std::vector<Host>& hosts, TimePoint now) const {
+std::optional<KnownNetworks::Found> KnownNetworks::find(const std::vector<Host>& hosts, TimePoint now) const {
   const std::lock_guard lock(mutex_);
   for (const Known& known : known_) {
     if (now - known.measured > kMostAge) continue;
@@ -41,7 +41,7 @@ std::optional<Network> KnownNetworks::find(const std::vector<Host>& hosts, TimeP
     if (sites.size() != hosts.size()) continue;
     Network network = known.network;
     network.site_of = std::move(sites);
-    return network;
+    return Found{std::move(network), now - known.measured};
   }
   return std::nullopt;
 }

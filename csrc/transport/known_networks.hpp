@@ -26,9 +26,13 @@ class KnownNetworks {
   static KnownNetworks& own();  // of this process
 
   // `network.site_of` is by host. Hosts that cannot be told from others are not remembered.
-  void remember(std::vector<Host> hosts, Network network, TimePoint now);
+  void remember(std::vector<Host> hosts, Network network, TimePoint measured);
+  struct Found {
+    Network network;
+    Duration age{};
+  };
   // The links among `hosts`, which were all hosts of one earlier group, or some of them.
-  std::optional<Network> find(const std::vector<Host>& hosts, TimePoint now) const;
+  std::optional<Found> find(const std::vector<Host>& hosts, TimePoint now) const;
 
  private:
   struct Known {

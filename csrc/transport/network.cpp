@@ -9,13 +9,14 @@
 namespace torch_iroh::transport {
 namespace {
 
-constexpr std::uint32_t kMagic = 0x314d4954;  // "TIM1"
+constexpr std::uint32_t kMagic = 0x324d4954;  // "TIM2"
 constexpr std::size_t kMostFailureBytes = 1000;
+constexpr std::uint32_t kMostAgeSeconds = 600;
 // Beyond these no formula needs to go: a minute, and 8 Kbit/s.
 constexpr std::uint64_t kMostNs = 60'000'000'000;
 constexpr std::uint64_t kMostPs = 1'000'000'000;
 
-// u32 magic | u8 found | found: u64 x 12 costs, u32 hosts, u32 site of each host | else: text
+// u32 magic | u8 found | found: u32 age in seconds, u64 x 12 costs, u32 hosts, u32 site of each host | else: text
 using Costs = std::array<std::uint64_t, 12>;
 
 Costs costs_of(const Network& network) {
@@ -45,6 +46,7 @@ std::vector<std::uint8_t> encode(const Decision& decision) {
   ByteWriter out;
   out.put(kMagic).put(static_cast<std::uint8_t>(decision.failure.empty()));
   if (decision.failure.empty()) {
+    out.put(decision.age_seconds);
     for (const std::uint64_t cost : costs_of(decision.network)) out.put(cost);
     out.put(static_cast<std::uint32_t>(decision.network.site_of.size()));
     for (const std::int32_t site : decision.network.site_of) out.put(site);
@@ -66,6 +68,8 @@ Decision decode_decision(const std::vector<std::uint8_t>& bytes, std::size_t hos
       throw Error(ErrorKind::protocol, "a failure of no or too many words");
     }
   } else {
+    decision.age_seconds = in.get<std::uint32_t>();
+    if (decision.age_seconds > kMostAgeSeconds) throw Error(ErrorKind::protocol, "links measured too long ago");
     Costs costs{};
     for (std::size_t i = 0; i < costs.size(); ++i) {
       costs[i] = in.get<std::uint64_t>();

@@ -30,7 +30,8 @@ struct Network {
 // What rank 0 tells the group: the links and `network.site_of` by host (host_of is known to all), or why there is none.
 struct Decision {
   Network network{};
-  std::string failure{};  // not empty: the network is not known
+  std::string failure{};          // not empty: the network is not known
+  std::uint32_t age_seconds = 0;  // since it was measured
 };
 
 // Ranks by what they have in common, in the order of their first ranks.

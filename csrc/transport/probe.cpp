@@ -168,11 +168,12 @@ Decision decide(Part& part, KeyValueStore& store, const std::vector<std::string>
 // What is known from an earlier group, told as if it had just been found.
 std::optional<Decision> recall(Part& part, KeyValueStore& store, const std::vector<KnownNetworks::Host>& hosts,
                                bool hosts_share) {
-  auto network = KnownNetworks::own().find(hosts, Clock::now());
-  if (!network) return std::nullopt;
-  network->host = host_link(hosts_share);
+  auto known = KnownNetworks::own().find(hosts, Clock::now());
+  if (!known) return std::nullopt;
+  known->network.host = host_link(hosts_share);
   store.set(part.step_key(0), probe::encode(Step{}));
-  return Decision{std::move(*network), ""};
+  const auto age = std::chrono::duration_cast<std::chrono::seconds>(known->age).count();
+  return Decision{std::move(known->network), "", static_cast<std::uint32_t>(age)};
 }
 
 std::string text_of(const LinkCost& link) {
@@ -234,8 +235,9 @@ std::optional<Network> probe_network(KeyValueStore& store, const std::shared_ptr
     return std::nullopt;
   }
   Network network = std::move(decision.network);
-  // Any rank may be the first of a later group. What is known already keeps its age.
-  if (!KnownNetworks::own().find(names, begun)) KnownNetworks::own().remember(names, network, begun);
+  // Any rank may be the first of a later group.
+  auto& known = KnownNetworks::own();
+  if (!known.find(names, begun)) known.remember(names, network, begun - std::chrono::seconds(decision.age_seconds));
   const std::vector<std::int32_t> site_of = std::move(network.site_of);
   network.site_of.assign(static_cast<std::size_t>(request.world), 0);
   network.host_of = network.site_of;

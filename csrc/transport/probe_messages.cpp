@@ -10,6 +10,7 @@
 namespace torch_iroh::transport::probe {
 namespace {
 
+constexpr std::uint32_t kMostRttUs = 10'000'000;
 constexpr std::size_t kMostTextBytes = 500;
 
 using Bytes = std::vector<std::uint8_t>;
@@ -96,6 +97,7 @@ Found decode_found(const Bytes& bytes, Kind kind, std::int32_t host, const std::
       reach.from = host;
       reach.to = in.get<std::int32_t>();
       reach.rtt_us = in.get<std::uint32_t>();
+      if (reach.rtt_us > kMostRttUs) throw Error(ErrorKind::protocol, "an answer after longer than anybody waits");
       reach.relayed = in.get<std::uint8_t>() != 0;
       if (std::find(targets.begin(), targets.end(), reach.to) == targets.end()) {
         throw Error(ErrorKind::protocol, "an answer that was not asked for");

@@ -140,6 +140,8 @@ void ProcessHandle::read(std::uint64_t address, std::byte* to, std::size_t bytes
     address += static_cast<std::uint64_t>(got);
     bytes -= static_cast<std::size_t>(got);
   }
+  // Then another process may have had its number, and these bytes.
+  if (ended()) throw Error(ErrorKind::peer_gone, "process " + std::to_string(pid_) + " ended");
 }
 
 bool is_readable_by_others(const std::byte* bytes, std::size_t count) {

@@ -43,16 +43,16 @@ TEST_CASE("pins: the first rule that holds decides") {
 }
 
 TEST_CASE("pins: a size that the ranks do not know alike meets rules without one only") {
-  const Pins pins = Pins::parse("all_to_all<=1GiB=bruck, all_to_all=direct/2KiB");
+  const Pins pins = Pins::parse("*<=1GiB=auto/4KiB, all_to_all=direct/2KiB");
   Request request;
   request.op = Op::all_to_all;
   request.world = 2;
   request.blocks = request.send_blocks = {1, 2};
-  CHECK(pin_for(pins, request, 4).algorithm == Algorithm::direct);
+  CHECK(pin_for(pins, request, 4).chunk_bytes == 2048);
   request.blocks = request.send_blocks = {2, 2};
   request.even = true;
   CHECK(known_bytes(request, 4) == 16);
-  CHECK(pin_for(pins, request, 4).algorithm == Algorithm::bruck);
+  CHECK(pin_for(pins, request, 4).chunk_bytes == 4096);
 }
 
 TEST_CASE("pins: one meaning has one text, and no meaning none") {
@@ -89,7 +89,9 @@ TEST_CASE("pins: every wrong text is refused by its rule, with what is allowed")
   expect_refused("all_reduce<=99999999999999999999=ring", "is no size");
   expect_refused("all_reduce<=18014398509481984KiB=ring", "is no size");
   expect_refused("all_reduce=bruck", "bruck cannot run all_reduce; allowed for it: auto, ring, direct");
-  expect_refused("all_to_all=hierarchical", "hierarchical cannot run all_to_all; allowed for it: auto, direct, bruck");
+  expect_refused("all_to_all=hierarchical", "hierarchical cannot run all_to_all; allowed for it: auto, direct");
+  expect_refused("all_to_all=bruck", "bruck cannot run all_to_all");
+  expect_refused("all_to_all<=1KiB=direct", "gives a size for all_to_all");
   expect_refused("*=ring/", "'' is no size");
   expect_refused("*=ring/1000", "allowed: 1KiB to 1MiB, a multiple of 64B");
   expect_refused("*=ring/1025", "allowed: 1KiB to 1MiB, a multiple of 64B");

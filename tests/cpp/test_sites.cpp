@@ -261,11 +261,12 @@ TEST_CASE("known networks: hosts of an earlier group, or some of them, are found
   known.remember({{"a", ""}, {"b", ""}, {"c", ""}, {"d", "home"}}, network, now);
   const auto all = known.find({{"a", ""}, {"b", ""}, {"c", ""}, {"d", "home"}}, now);
   REQUIRE(all);
-  CHECK(*all == network);
+  CHECK(all->network == network);
   const auto some = known.find({{"d", "home"}, {"b", ""}, {"a", ""}}, now);
   REQUIRE(some);
-  CHECK(some->site_of == Sites{0, 1, 1});
-  CHECK(some->wan.latency_ns == 7);
+  CHECK(some->network.site_of == Sites{0, 1, 1});
+  CHECK(some->network.wan.latency_ns == 7);
+  CHECK(known.find({{"a", ""}}, after(now, milliseconds(7000)))->age == milliseconds(7000));
   CHECK_FALSE(known.find({{"a", ""}, {"e", ""}}, now));
   CHECK_FALSE(known.find({{"a", ""}, {"d", ""}}, now));  // it names another site now
   CHECK_FALSE(known.find({{"a", ""}}, after(now, KnownNetworks::kMostAge + milliseconds(1))));
@@ -282,8 +283,8 @@ TEST_CASE("known networks: the newest counts, few are kept, and hosts without a 
     network.wan.latency_ns = i;
     known.remember({{"a", ""}, {"b" + std::to_string(i), ""}}, network, now);
   }
-  CHECK(known.find({{"a", ""}}, now)->wan.latency_ns == 19);
-  CHECK(known.find({{"b12", ""}}, now)->wan.latency_ns == 12);
+  CHECK(known.find({{"a", ""}}, now)->network.wan.latency_ns == 19);
+  CHECK(known.find({{"b12", ""}}, now)->network.wan.latency_ns == 12);
   CHECK_FALSE(known.find({{"b11", ""}}, now));
 }
 

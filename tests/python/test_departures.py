@@ -228,6 +228,52 @@ def test_program_that_ends_without_destroying_its_group_exits_with_0_within_3_s(
     assert max(took[:-1]) < 3.0 + took[-1], took
 
 
+@pytest.mark.parametrize("callback", ["lambda done: None", "print"])
+def test_program_ends_with_0_while_an_operation_is_in_flight(tmp_path: Path, callback: str) -> None:
+    programs = start_programs(
+        tmp_path,
+        2,
+        f"""
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(4), async_op=True)
+            work.get_future().then({callback})
+        else:
+            time.sleep(1)  # it does not join
+        """,
+    )
+    for rank, (code, _, output) in enumerate(ends_of(programs, 60)):
+        assert code == 0, (rank, code, output)
+
+
+HELD = """
+import ctypes
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))  # nobody destroys it
+"""
+
+
+def test_program_that_ends_has_left_its_group_even_if_something_holds_it(tmp_path: Path) -> None:
+    programs = start_programs(
+        tmp_path,
+        3,
+        HELD
+        + textwrap.dedent("""
+        if rank == 0:
+            dist.send(torch.arange(5.0), 1)
+        else:
+            time.sleep(1.5)
+            if rank == 1:
+                got = torch.zeros(5)
+                dist.recv(got, 0)
+                assert got.tolist() == [0, 1, 2, 3, 4]
+                dist.send(got, 2)
+            else:
+                dist.recv(torch.zeros(5), 1)
+        """),
+    )
+    for rank, (code, _, output) in enumerate(ends_of(programs, 60)):
+        assert code == 0, (rank, code, output)
+
+
 def test_program_ends_with_0_while_a_callback_still_runs(tmp_path: Path) -> None:
     programs = start_programs(
         tmp_path,

@@ -82,8 +82,10 @@ def test_slow_links_between_hosts_make_auto_hierarchical():
 
 
 def test_equal_blocks_of_all_to_all_can_go_by_bruck():
-    found = plan("all_to_all", bytes=64 * 4, world=64, wan=Link(latency=20e-6, bandwidth=1.25e9))
+    fast = Link(latency=20e-6, bandwidth=1.25e9)
+    found = plan("all_to_all", bytes=64 * 4, world=64, wan=fast, algorithm="bruck")
     assert found.algorithm == "bruck"
+    assert plan("all_to_all", bytes=64 * 4, world=64, wan=fast).algorithm == "direct"  # as a group would
     assert found.depth == 6
 
 
