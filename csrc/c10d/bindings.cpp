@@ -159,7 +159,8 @@ Of this group:
         and chooses algorithms by what a collective would take. "off", or an algorithm or plan: it does not, and fixed
         rules choose. All ranks of a group do what all of them want.
     site (str): ranks that name the same site have a fast network between them; equal on all ranks of a host. Hosts that
-        name none are sites of their own. Above 64 KiB a collective goes by levels (rank, host, site) where there are any.
+        name none join a site within 3 ms if links are measured, else they are sites of their own. Collectives may then go
+        by levels (rank, host, site).
     inner (str): a backend of torch for the ranks of one host, in a group of several hosts; equal on all ranks. "auto"
         (default): NCCL for CUDA tensors, if torch has it and each rank had chosen a device of its own when the group was
         made. "nccl": that, or an error; "gloo": for CPU tensors; "none": iroh.

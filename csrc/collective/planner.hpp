@@ -17,12 +17,14 @@ inline constexpr std::int32_t kDirectWorld = 8;
 
 // What runs `request`, whose own `algorithm` does not matter. `pinned`, or where it does not cover the operation, its
 // nearest kin (see `nearest`). Else:
-//   barrier, gather, scatter; up to 2 ranks        direct
-//   more than 64 KiB                               ring (all_to_all: direct)
+//   barrier; up to 2 ranks                         direct
+//   more than 64 KiB                               hierarchical, where there are levels; else ring (gather, scatter,
+//                                                  all_to_all: direct)
 //   up to 8 ranks                                  direct: one hop; needs every pair of ranks
 //   all_gather, all_to_all that is known as even   bruck
 //   all_reduce, reduce, broadcast                  tree
 //   reduce_scatter                                 butterfly
+//   gather, scatter                                direct
 // Depends only on what all ranks know alike.
 Algorithm choose_algorithm(const Request& request, std::size_t element_bytes, std::optional<Algorithm> pinned);
 
