@@ -97,7 +97,12 @@ def make_many(rank: int, world: int, store: str, count: int) -> tuple[int, int]:
         assert tensor[0] == world
         dist.destroy_process_group(group)
     dist.destroy_process_group()
-    deadline = time.monotonic() + 5  # the thread that works for groups may hold the last of one a moment longer
+    return held_in_the_end()
+
+
+def held_in_the_end() -> tuple[int, int]:
+    """`held()`, after up to 5 s: the thread that works for groups may hold the last of one a moment longer."""
+    deadline = time.monotonic() + 5
     while held() != (0, 0) and time.monotonic() < deadline:
         time.sleep(0.05)
     return held()
@@ -118,7 +123,7 @@ def loop(rank: int, world: int, store: str) -> tuple[Attempt, Attempt, tuple[int
 
     Path(f"{store}-{rank}").touch()
     broken = attempt(forever)
-    return broken, destroy(), held()
+    return broken, destroy(), held_in_the_end()
 
 
 def test_rank_killed_inside_a_collective_is_named_and_leaves_nothing_in_dev_shm(tmp_path: Path):
