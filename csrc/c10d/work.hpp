@@ -80,8 +80,8 @@ class IrohWork final : public ::c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> result_;  // a WorkResult; never an error
   ::c10d::WorkResult outcome_ = ::c10d::WorkResult::SUCCESS;
   int source_ = -1;
-  // Most callers that wait never ask for a future, and completing one costs them another thread's turn.
   const std::thread::id caller_ = std::this_thread::get_id();
+  // Most callers that wait never ask for a future, and completing one costs them another thread's turn.
   std::mutex futures_mutex_;
   bool futures_wanted_ = false;
   std::optional<std::exception_ptr> unasked_;  // the outcome, when it came before anyone asked

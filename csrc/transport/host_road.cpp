@@ -5,7 +5,7 @@
 namespace torch_iroh::transport {
 namespace {
 
-// How often to look whether the ranks that messages are exchanged with still run: as often as links have heartbeats.
+// How often to look whether the ranks that messages are exchanged with still run.
 constexpr Duration kLook = milliseconds(250);
 // Messages of one rank before the others have their turn.
 constexpr int kMostInARow = 64;
