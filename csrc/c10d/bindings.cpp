@@ -150,9 +150,9 @@ Of this group:
         are those of the whole in B, KiB, MiB or GiB; the first rule that holds decides, and where none does it is "auto".
         Ranks with different plans cannot make a group.
     connect (str): "lazy" (default) connects two ranks on their first exchange, "eager" all pairs at once.
-    shared_memory (str): "auto" (default): ranks of one host exchange through its memory; large tensors are read where they
-        are, if the kernel permits it. "buffered": never that, always through buffers. "off": through iroh. The ranks of a
-        host do what all of them want. An algorithm or a plan (other than auto) is for ranks that send to each other: then
+    shared_memory (str): "auto" (default): ranks of one host exchange through its memory, large tensors in pieces that stay
+        in the cache. "single_copy": they read large tensors out of each other, where the kernel permits it, which was
+        slower wherever it was measured. "off": through iroh. The ranks of a host do what all of them want. An algorithm or a plan (other than auto) is for ranks that send to each other: then
         only their messages go through memory.
     probe (str): "auto" (default): a group of several hosts measures its links when it is made (one rank of each host,
         up to 4 MiB and a few hundred milliseconds), finds sites (hosts within 3 ms of each other) where none are named,

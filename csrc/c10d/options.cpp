@@ -122,11 +122,11 @@ bool IrohOptions::resolved_probe() const {
 transport::Sharing IrohOptions::resolved_shared_memory() const {
   using transport::Sharing;
   const std::string name = text_option(shared_memory, "TORCH_IROH_SHARED_MEMORY").value_or("auto");
-  if (name != "auto" && name != "buffered" && name != "off") {
-    refuse("shared_memory", "'" + name + "'", "'auto', 'buffered', 'off'");
+  if (name != "auto" && name != "single_copy" && name != "off") {
+    refuse("shared_memory", "'" + name + "'", "'auto', 'single_copy', 'off'");
   }
   if (name == "off") return Sharing::none;
-  return name == "auto" ? Sharing::direct : Sharing::windows;
+  return name == "auto" ? Sharing::windows : Sharing::direct;
 }
 
 link::NodeOptions IrohOptions::resolved_node_options() const {

@@ -25,7 +25,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   std::optional<std::string> algorithm;      // "auto" (default) or a name of collective::Algorithm
   std::optional<std::string> plan;           // pins by collective and size (collective/pins.hpp), or algorithm
   std::optional<std::string> connect;        // "lazy" (default): on first use; "eager": all peers at once
-  std::optional<std::string> shared_memory;  // "auto" (default): between ranks of one host; "buffered", "off"
+  std::optional<std::string> shared_memory;  // "auto" (default): between ranks of one host; "single_copy", "off"
   std::optional<std::string> probe;          // "auto" (default): several hosts measure their links; "off"
   std::optional<std::string> site;           // ranks that name the same site have a fast network between them
   std::optional<std::string> inner;          // backend inside hosts: "auto" (default), "nccl", "gloo", "none"

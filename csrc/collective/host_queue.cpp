@@ -41,7 +41,7 @@ HostQueue::HostQueue(std::shared_ptr<HostTeam> team, Duration peer_timeout, Hook
       rank_(team_->rank()),
       world_(team_->world()),
       hooks_(std::move(hooks)),
-      may_spin_(static_cast<unsigned>(world_) <= std::thread::hardware_concurrency()),
+      cores_suffice_(static_cast<unsigned>(world_) <= std::thread::hardware_concurrency()),
       watch_(peer_timeout) {}
 
 void HostQueue::push(std::uint64_t sequence, CollectiveCall call, TimePoint deadline) {
@@ -113,8 +113,8 @@ void HostQueue::drive(std::uint64_t sequence) {
       again = advance();
     }
     if (ended_.load() > sequence) break;
-    for (const TimePoint end = after(Clock::now(), kSpin); may_spin_ && bell.heard() == heard && Clock::now() < end;) {
-      relax();
+    for (const TimePoint end = after(Clock::now(), kSpin); bell.heard() == heard && Clock::now() < end;) {
+      cores_suffice_ ? relax() : std::this_thread::yield();
     }
     bell.wait(heard, again.value_or(kNever), News::steps);
   }
@@ -148,8 +148,8 @@ std::optional<TimePoint> HostQueue::advance() {
         end_current(nullptr);
         continue;
       }
-      team_->await(blocked->rank);
-      if (team_->phase(blocked->rank) >= blocked->phase) continue;
+      team_->await(blocked->rank, blocked->phase);
+      if (team_->has_come(blocked->rank, blocked->phase)) continue;
       return look_after(*current_, Clock::now());
     } catch (const Error& error) {
       report(error);
@@ -247,7 +247,7 @@ void HostQueue::report(const Error& given) {
 }
 
 void HostQueue::end_current(const Error* error) {
-  if (team_) team_->await(-1);
+  if (team_) team_->await(HostTeam::kNobody);
   Current ended = std::move(*current_);
   current_.reset();
   // While the caller still waits and holds its tensors: freeing one here might wait for the GIL.

@@ -78,7 +78,7 @@ class HostQueue final : public transport::Attended, public std::enable_shared_fr
   const int rank_;
   const int world_;
   const Hooks hooks_;
-  const bool may_spin_;
+  const bool cores_suffice_;
 
   mutable std::mutex queue_mutex_;  // short: what other threads hand in
   std::deque<Queued> queue_;

@@ -108,17 +108,13 @@ std::optional<HostRun::Blocked> HostRun::need(int rank, std::uint64_t phase) con
   return Blocked{rank, phase};
 }
 
-std::optional<HostRun::Blocked> HostRun::need_all(std::uint64_t phase) {
-  for (; next_rank_ < request_.world; ++next_rank_) {
-    if (next_rank_ == request_.rank) continue;
-    if (auto blocked = need(next_rank_, phase)) return blocked;
-  }
-  next_rank_ = 0;
-  return std::nullopt;
+std::optional<HostRun::Blocked> HostRun::need_all(std::uint64_t phase) const {
+  if (team_.has_come(HostTeam::kEveryone, phase)) return std::nullopt;
+  return Blocked{HostTeam::kEveryone, phase};
 }
 
 bool HostRun::takes_from(int rank) const {
-  if (plan_.waits_for_all || !plan_.terms.empty()) return true;
+  if (needs_everyone()) return true;
   return std::any_of(plan_.takes.begin(), plan_.takes.end(), [&](const auto& one) { return one.from.peer == rank; });
 }
 
@@ -135,16 +131,19 @@ std::optional<HostRun::Blocked> HostRun::step() {
         show();
         team_.advance_to(phase_of(turn, kShown));
         plan_transfers();
-        next_rank_ = 1;
         moment_ = Moment::take;
         break;
       case Moment::take:
+        // Not one by one where all are needed and the bytes are few: each of them would wake this rank.
+        if (needs_everyone() && !direct_) {
+          if (auto blocked = need_all(phase_of(turn, kShown))) return blocked;
+        }
         if (auto blocked = transfer(phase_of(turn, kShown), false)) return blocked;
-        for (; next_rank_ < request_.world; ++next_rank_) {
-          const int peer = wrap(request_.rank + next_rank_, request_.world);
-          if (!takes_from(peer)) continue;
-          if (auto blocked = need(peer, phase_of(turn, kShown))) return blocked;
-          check_call(peer);
+        if (needs_everyone()) {
+          if (auto blocked = need_all(phase_of(turn, kShown))) return blocked;
+          for (int rank = 0; rank < request_.world; ++rank) {
+            if (rank != request_.rank) check_call(rank);
+          }
         }
         if (request_.op == Op::all_to_all && round_ == 0) agree_on_rounds();
         if (!plan_.terms.empty()) reduce_terms();
@@ -154,15 +153,16 @@ std::optional<HostRun::Blocked> HostRun::step() {
         }
         transfers_.clear();
         for (const auto& one : plan_.takes_of_sums) transfers_.push_back({.take = &one});
-        next_rank_ = 0;
         moment_ = Moment::sums;
         break;
       case Moment::sums:
+        if (!transfers_.empty() && !direct_) {
+          if (auto blocked = need_all(phase_of(turn, kReduced))) return blocked;
+        }
         // What was added up last is still in the cache.
         if (auto blocked = transfer(phase_of(turn, kReduced), true)) return blocked;
         check_sources();
         team_.advance_to(phase_of(turn, kDone));
-        next_rank_ = 0;
         moment_ = Moment::done;
         break;
       case Moment::done:

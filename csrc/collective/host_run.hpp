@@ -16,9 +16,9 @@ namespace torch_iroh::collective {
 
 class HostRun {
  public:
-  // It waits until that rank has come this far.
+  // It waits until that rank (HostTeam::kEveryone: all others) has come this far.
   struct Blocked {
-    int rank = -1;
+    int rank = transport::HostTeam::kNobody;
     std::uint64_t phase = 0;
   };
 
@@ -56,13 +56,14 @@ class HostRun {
 
   std::uint64_t phase_of(std::uint64_t turn, std::uint64_t moment) const { return turn * 4 + moment; }
   std::optional<Blocked> need(int rank, std::uint64_t phase) const;
-  std::optional<Blocked> need_all(std::uint64_t phase);
+  std::optional<Blocked> need_all(std::uint64_t phase) const;
   void make_readable();
   void begin_round();
   void show();
   void check_call(int rank);
   void check_amounts(int rank) const;
   void agree_on_rounds();
+  bool needs_everyone() const { return plan_.waits_for_all || !plan_.terms.empty(); }
   bool takes_from(int rank) const;
   void plan_transfers();
   // Moves what the ranks that have come as far as `phase` show, the range that is furthest behind first.
@@ -88,7 +89,6 @@ class HostRun {
   Moment moment_ = Moment::enter;
   std::vector<Transfer> transfers_;
   std::vector<bool> checked_;  // by rank: its call of this round is this rank's
-  int next_rank_ = 0;          // up to here every rank is known to have come as far as the moment needs
   std::unique_ptr<std::byte[]> scratch_;
   std::unique_ptr<std::byte[]> scaled_;
   std::unique_ptr<std::byte[]> readable_;  // stands for the caller's buffer, which others cannot read

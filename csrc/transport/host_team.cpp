@@ -11,12 +11,27 @@
 namespace torch_iroh::transport {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x32786f4272495400;  // "\0TIrBox2"
+constexpr std::uint64_t kMagic = 0x33786f4272495400;  // "\0TIrBox3"
 constexpr std::size_t kPage = 4096;
 
 std::size_t whole_pages(std::size_t bytes) {
   return (bytes + kPage - 1) / kPage * kPage;
 }
+
+// A rank and the phase that it is to reach, in one number.
+constexpr int kPhaseBits = 48;
+
+std::uint64_t pack(int rank, std::uint64_t phase) {
+  return static_cast<std::uint64_t>(static_cast<std::uint16_t>(rank)) << kPhaseBits | phase;
+}
+
+struct Awaited {
+  int rank;
+  std::uint64_t phase;
+
+  explicit Awaited(std::uint64_t packed)
+      : rank(static_cast<std::int16_t>(packed >> kPhaseBits)), phase(packed & ((std::uint64_t{1} << kPhaseBits) - 1)) {}
+};
 
 }  // namespace
 
@@ -28,7 +43,7 @@ struct HostTeam::Mailbox {
   std::int32_t rank;
   std::int32_t world;
   alignas(64) std::atomic<std::uint64_t> phase;
-  alignas(64) std::atomic<std::int32_t> awaited;
+  alignas(64) std::atomic<std::uint64_t> awaited;  // see `Awaited`
   alignas(64) std::atomic<Standing> standing;
   std::atomic<std::uint32_t> parted;
   Text reason;
@@ -56,7 +71,7 @@ HostTeam::HostTeam(int rank, int world)
   box->address = reinterpret_cast<std::uint64_t>(own_.data());
   box->rank = rank;
   box->world = world;
-  box->awaited = -1;
+  box->awaited = pack(kNobody, 0);
   for (int i = 0; i < world; ++i) new (&line(i)) HostLine{};
   Doorbell::own();
 }
@@ -137,10 +152,18 @@ std::uint64_t HostTeam::phase(int rank) const {
 void HostTeam::advance_to(std::uint64_t phase) {
   mailbox(own_).phase.store(phase, std::memory_order_seq_cst);
   for (const int rank : neighbours_) {
-    // Whoever announced after this store that it waits looks at the phase once more, and sees it.
-    if (mailbox(rank).awaited.load(std::memory_order_seq_cst) != rank_) continue;
-    ring(rank, News::steps);
+    // Whoever announced after this store that it waits looks at the phases once more, and sees it.
+    if (completes(rank)) ring(rank, News::steps);
   }
+}
+
+bool HostTeam::completes(int waiter) const {
+  const Awaited awaited(mailbox(waiter).awaited.load(std::memory_order_seq_cst));
+  if (awaited.rank != rank_ && awaited.rank != kEveryone) return false;
+  if (phase(rank_) < awaited.phase) return false;
+  // Of two that come last at the same time, at least one sees both.
+  return awaited.rank == rank_ || std::all_of(neighbours_.begin(), neighbours_.end(),
+                                              [&](int rank) { return rank == waiter || phase(rank) >= awaited.phase; });
 }
 
 void HostTeam::ring(int rank, News news) {
@@ -189,8 +212,13 @@ void HostTeam::read(int rank, std::uint64_t address, std::byte* to, std::size_t 
   }
 }
 
-void HostTeam::await(int rank) {
-  mailbox(own_).awaited.store(rank, std::memory_order_seq_cst);
+void HostTeam::await(int rank, std::uint64_t phase) {
+  mailbox(own_).awaited.store(pack(rank, phase), std::memory_order_seq_cst);
+}
+
+bool HostTeam::has_come(int rank, std::uint64_t phase) const {
+  if (rank != kEveryone) return this->phase(rank) >= phase;
+  return std::all_of(neighbours_.begin(), neighbours_.end(), [&](int one) { return this->phase(one) >= phase; });
 }
 
 HostTeam::Standing HostTeam::standing(int rank) const {

@@ -54,6 +54,7 @@ class HostTeam {
   enum class Standing : std::uint32_t { present, left, failed };
 
   static constexpr std::size_t kWindowBytes = 1 << 20;
+  static constexpr int kNobody = -1, kEveryone = -2;  // where a rank is awaited
 
   // Makes this rank's mailbox. Throws Error.
   HostTeam(int rank, int world);
@@ -87,8 +88,10 @@ class HostTeam {
   // Copies from the memory of another rank, which holds it still. Throws Error(peer_gone).
   void read(int rank, std::uint64_t address, std::byte* to, std::size_t bytes) const;
 
-  // Before going to sleep for a rank: its next step rings this process. -1: for nobody.
-  void await(int rank);
+  // Before going to sleep until `rank` has come as far as `phase`: whoever completes that rings this process. Who needs
+  // all ranks is woken once, by the last of them.
+  void await(int rank, std::uint64_t phase = 0);
+  bool has_come(int rank, std::uint64_t phase) const;
   Standing standing(int rank) const;
   std::string reason_of(int rank) const;  // why it failed
   bool ended(int rank) const;             // its process
@@ -121,6 +124,7 @@ class HostTeam {
   static Mailbox& mailbox(const SharedMemory& memory);
   Mailbox& mailbox(int rank) const;
   void ring_all(News news);
+  bool completes(int waiter) const;
 
   const int rank_;
   const int world_;

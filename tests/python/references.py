@@ -25,8 +25,8 @@ MANY_CHUNKS = 300_007
 LARGE = 2**20 + 7
 SMALL_CHUNK = 4096
 # How bytes get from rank to rank: two algorithms over iroh, shared memory with and without reading the other process.
-ROADS = ["ring", "direct", "shared", "buffered"]
-DEFAULT_ROADS = ["auto", "shared", "buffered"]
+ROADS = ["ring", "direct", "shared", "single_copy"]
+DEFAULT_ROADS = ["auto", "shared", "single_copy"]
 MESSAGE_ROADS = ["auto", "shared"]
 
 INTEGERS = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]

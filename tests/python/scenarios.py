@@ -85,7 +85,7 @@ def join(rank: int, world: int, store: str) -> None:
 
     dist.init_process_group("iroh", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=TIMEOUT)
     road_groups["auto"] = dist.group.WORLD  # over iroh: see ranks.ENVIRONMENT
-    for road, shared_memory in (("shared", "auto"), ("buffered", "buffered")):
+    for road, shared_memory in (("shared", "auto"), ("single_copy", "single_copy")):
         options = torch_iroh.Options(shared_memory=shared_memory)
         road_groups[road] = dist.new_group(backend="iroh", pg_options=options, timeout=TIMEOUT)
     for algorithm in ("ring", "direct"):

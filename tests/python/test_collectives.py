@@ -69,7 +69,7 @@ def test_all_reduce_equals_float64_on_every_rank(run_scenario, world, dtype):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_all_reduce_of_many_chunks(run_scenario, world):
-    groups = ["ring, small chunks", "direct, small chunks", "shared", "buffered"]
+    groups = ["ring, small chunks", "direct, small chunks", "shared", "single_copy"]
     run_scenario(world, scenario_all_reduce, "float32", [MANY_CHUNKS // (2 if world == 7 else 1)], groups, ["SUM"])
     run_scenario(world, scenario_all_reduce, "int8", [MANY_CHUNKS], groups, ["BXOR"])
 

@@ -48,8 +48,8 @@ def road_of(rank: int, world: int, store: str, wishes: list[str]) -> set[str]:
 
 @pytest.mark.parametrize(
     ("wishes", "shared"),
-    [(["auto"] * 3, True), (["auto", "buffered", "auto"], True), (["auto", "off", "auto"], False)],
-    ids=["all", "one_buffered", "one_off"],
+    [(["auto"] * 3, True), (["auto", "single_copy", "auto"], True), (["auto", "off", "auto"], False)],
+    ids=["all", "one_single_copy", "one_off"],
 )
 def test_ranks_share_memory_when_all_of_them_want_to(tmp_path: Path, wishes: list[str], shared: bool):
     with Ranks(3) as ranks:
@@ -113,8 +113,8 @@ def test_groups_that_end_leave_no_descriptor_and_no_mapping(tmp_path: Path):
         assert ranks.run(make_many, 2, str(tmp_path / "store"), 100, deadline=90) == [(0, 0)] * 2
 
 
-def loop(rank: int, world: int, store: str) -> tuple[Attempt, Attempt, tuple[int, int]]:
-    join_shared(rank, world, store)
+def loop(rank: int, world: int, store: str, how: str) -> tuple[Attempt, Attempt, tuple[int, int]]:
+    join_shared(rank, world, store, shared_memory=how)
     tensor = torch.ones(BIG)
 
     def forever() -> None:
@@ -126,11 +126,12 @@ def loop(rank: int, world: int, store: str) -> tuple[Attempt, Attempt, tuple[int
     return broken, destroy(), held_in_the_end()
 
 
-def test_rank_killed_inside_a_collective_is_named_and_leaves_nothing_in_dev_shm(tmp_path: Path):
+@pytest.mark.parametrize("how", ["auto", "single_copy"])
+def test_rank_killed_inside_a_collective_is_named_and_leaves_nothing_in_dev_shm(tmp_path: Path, how: str):
     before = sorted(os.listdir("/dev/shm"))
     store = str(tmp_path / "store")
     with Ranks(3) as ranks:
-        ranks.start(loop, 3, store)
+        ranks.start(loop, 3, store, how)
         by = time.monotonic() + 30
         while not all(Path(f"{store}-{rank}").exists() for rank in range(3)) and time.monotonic() < by:
             time.sleep(0.05)
@@ -244,7 +245,7 @@ def secret_tensor(values: torch.Tensor) -> torch.Tensor:
 
 
 def collectives_on_secret_memory(rank: int, world: int, store: str, secretive: list[int]) -> list[str]:
-    join_shared(rank, world, store)
+    join_shared(rank, world, store, shared_memory="single_copy")
     place = secret_tensor if rank in secretive else torch.clone
     count = 300_007  # beyond what goes through windows
 

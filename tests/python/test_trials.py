@@ -38,7 +38,7 @@ SECONDS = float(os.environ.get("TEST_TRIALS_SECONDS", "8"))
 ROADS = {
     "iroh": {"shared_memory": "off"},
     "shared": {"shared_memory": "auto"},
-    "buffered": {"shared_memory": "buffered"},
+    "single_copy": {"shared_memory": "single_copy"},
     **{
         name: {"algorithm": name, "chunk_bytes": 4096}
         for name in ("ring", "direct", "ring_bidirectional", "tree", "butterfly", "bruck", "hierarchical")

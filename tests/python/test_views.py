@@ -262,6 +262,6 @@ def scenario_repeat(rank: int, group: str) -> Ledger:
 
 
 @pytest.mark.parametrize("world", [3, 5])
-@pytest.mark.parametrize("group", ["ring, small chunks", "direct, small chunks", "shared", "buffered"])
+@pytest.mark.parametrize("group", ["ring, small chunks", "direct, small chunks", "shared", "single_copy"])
 def test_result_does_not_depend_on_timing(run_scenario, world, group):
     run_scenario(world, scenario_repeat, group)
