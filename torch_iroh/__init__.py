@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_iroh import hooks
+    from torch_iroh import codec, hooks
     from torch_iroh._C import Options
     from torch_iroh._monitored import monitored_barrier
     from torch_iroh._plan import Link, Plan, plan
@@ -32,6 +32,7 @@ __all__ = [
     "Options",
     "PeerStats",
     "Plan",
+    "codec",
     "hooks",
     "monitored_barrier",
     "plan",
@@ -53,7 +54,7 @@ _HOMES = {
     "stats": "torch_iroh._statistics",
 }
 
-_MODULES = {"hooks"}
+_MODULES = {"codec", "hooks"}
 
 
 def _autoload() -> None:
