@@ -66,7 +66,7 @@ Blocks blocks_of(const Codec& codec, std::uint64_t seed) {
           .seed = seed};
 }
 
-// The sizes of kernels.inl's blocks.
+// The sizes of the blocks in loops_floats.hpp and loops_integers.hpp.
 std::uint64_t block_bytes(const Codec& codec, std::uint64_t count) {
   const std::uint64_t scale = codec.wide_scale ? 4 : 2;
   switch (value_kind(codec.kind)) {

@@ -149,8 +149,4 @@ void check_frame(const Codec& codec, std::uint64_t count, std::size_t bytes, std
   }
 }
 
-std::string description(const Codec& codec) {
-  return described(header_of(codec, 0));
-}
-
 }  // namespace torch_iroh::codec

@@ -9,7 +9,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
 
 #include "codec/codec.hpp"
 
@@ -27,8 +26,5 @@ void seal(std::span<std::byte> frame);  // writes the checksum of a frame that i
 
 // Throws Error(protocol) unless the frame is a whole one of `bytes` for this codec and count.
 void check_frame(const Codec& codec, std::uint64_t count, std::size_t bytes, std::span<const std::byte> frame);
-
-// "int8 (block 128)", of the fields that a header has.
-std::string description(const Codec& codec);
 
 }  // namespace torch_iroh::codec

@@ -6,7 +6,7 @@
 #pragma GCC target("avx2")
 #pragma GCC optimize("O3", "no-trapping-math", "fp-contract=off")
 
-#include "codec/kernels.inl"
+#include "codec/loops.hpp"
 
 namespace torch_iroh::codec {
 const Kernels kAvx2Kernels = kThisLevel;

@@ -6,7 +6,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
 #pragma GCC optimize("O3", "no-trapping-math", "fp-contract=off")
 
-#include "codec/kernels.inl"
+#include "codec/loops.hpp"
 
 namespace torch_iroh::codec {
 const Kernels kAvx512Kernels = kThisLevel;

@@ -8,7 +8,7 @@
 #pragma GCC optimize("O3", "no-trapping-math", "fp-contract=off")
 #endif
 
-#include "codec/kernels.inl"
+#include "codec/loops.hpp"
 
 namespace torch_iroh::codec {
 const Kernels kBaselineKernels = kThisLevel;

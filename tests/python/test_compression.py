@@ -6,6 +6,7 @@ Ranks here share no memory unless a test says so, so each is a site of its own.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import re
@@ -280,8 +281,8 @@ def wrong_residuals(rank: int, store: str) -> list[str]:
     join(rank, 1, store)
     texts = []
     for residual in (torch.zeros(999), torch.zeros(1000, dtype=torch.float64), torch.zeros(2000)[::2]):
-        failed = attempt(lambda: torch_iroh.all_reduce_compressed(torch.zeros(1000), "int8", residual=residual).wait())
-        texts.append(failed.error)
+        call = functools.partial(torch_iroh.all_reduce_compressed, torch.zeros(1000), "int8", residual=residual)
+        texts.append(attempt(call).error)
     texts.append(attempt(lambda: torch_iroh.all_reduce_compressed(torch.zeros(1000), "oak")).error)
     dist.destroy_process_group()
     return texts
@@ -362,7 +363,7 @@ def bytes_sent(rank: int, world: int, store: str, codec: str) -> int:
 
 @pytest.mark.parametrize(("codec", "ratio"), [("int8", 3.8), ("int4", 7.3), ("topk", 45.0), ("topk-int8", 105.0)])
 def test_a_codec_saves_the_bytes_that_it_says(tmp_path: Path, codec: str, ratio: float):
-    """Of two ranks each sends half of its values, and then the sum of the other half: sparse sums have twice the room."""
+    """Of two ranks each sends half of its values, then the sum of the other half: sparse sums have twice the room."""
     with Ranks(2) as ranks:
         sent = ranks.run(bytes_sent, 2, str(tmp_path / "store"), codec)
     assert max(sent) < (4 << 20) / ratio, sent
