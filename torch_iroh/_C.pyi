@@ -10,6 +10,7 @@ class Options:
     shared_memory: str | None
     probe: str | None
     site: str | None
+    compression: str | None
     inner: str | None
     streams: int | None
     peer_timeout: float | None
@@ -28,6 +29,7 @@ class Options:
         shared_memory: str | None = None,
         probe: str | None = None,
         site: str | None = None,
+        compression: str | None = None,
         inner: str | None = None,
         streams: int | None = None,
         peer_timeout: float | None = None,

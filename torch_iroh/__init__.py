@@ -15,8 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_iroh import hooks
+    from torch_iroh import codec, hooks
     from torch_iroh._C import Options
+    from torch_iroh._compression import all_reduce_compressed, compression
     from torch_iroh._monitored import monitored_barrier
     from torch_iroh._plan import Link, Plan, plan
     from torch_iroh._statistics import ChoiceStats, GroupStats, NetworkStats, PeerStats, stats
@@ -32,6 +33,9 @@ __all__ = [
     "Options",
     "PeerStats",
     "Plan",
+    "all_reduce_compressed",
+    "codec",
+    "compression",
     "hooks",
     "monitored_barrier",
     "plan",
@@ -48,12 +52,14 @@ _HOMES = {
     "NetworkStats": "torch_iroh._statistics",
     "PeerStats": "torch_iroh._statistics",
     "Plan": "torch_iroh._plan",
+    "all_reduce_compressed": "torch_iroh._compression",
+    "compression": "torch_iroh._compression",
     "monitored_barrier": "torch_iroh._monitored",
     "plan": "torch_iroh._plan",
     "stats": "torch_iroh._statistics",
 }
 
-_MODULES = {"hooks"}
+_MODULES = {"codec", "hooks"}
 
 
 def _autoload() -> None:

@@ -20,9 +20,10 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
                             std::optional<std::string> algorithm, std::optional<std::string> plan,
                             std::optional<std::string> connect, std::optional<std::string> shared_memory,
                             std::optional<std::string> probe, std::optional<std::string> site,
-                            std::optional<std::string> inner, std::optional<std::int64_t> streams,
-                            IrohOptions::Seconds peer_timeout, IrohOptions::Seconds heartbeat,
-                            IrohOptions::Seconds connect_timeout, std::optional<std::string> bind) {
+                            std::optional<std::string> compression, std::optional<std::string> inner,
+                            std::optional<std::int64_t> streams, IrohOptions::Seconds peer_timeout,
+                            IrohOptions::Seconds heartbeat, IrohOptions::Seconds connect_timeout,
+                            std::optional<std::string> bind) {
   auto options = c10::make_intrusive<IrohOptions>();
   if (timeout) options->timeout = *timeout;
   options->chunk_bytes = chunk_bytes;
@@ -32,6 +33,7 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
   options->shared_memory = std::move(shared_memory);
   options->probe = std::move(probe);
   options->site = std::move(site);
+  options->compression = std::move(compression);
   options->inner = std::move(inner);
   options->streams = streams;
   options->peer_timeout = peer_timeout;
@@ -46,6 +48,7 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
   options->resolved_probe();
   options->resolved_site();
   options->resolved_inner();
+  options->resolved_compression();
   options->resolved_node_options();
   return options;
 }
@@ -60,7 +63,8 @@ std::string repr(const IrohOptions& options) {
   std::string text = shown("chunk_bytes", options.chunk_bytes) + shown("algorithm", options.algorithm) +
                      shown("plan", options.plan) + shown("connect", options.connect) +
                      shown("shared_memory", options.shared_memory) + shown("probe", options.probe) +
-                     shown("site", options.site) + shown("inner", options.inner) + shown("streams", options.streams) +
+                     shown("site", options.site) + shown("compression", options.compression) +
+                     shown("inner", options.inner) + shown("streams", options.streams) +
                      shown("peer_timeout", options.peer_timeout) + shown("heartbeat", options.heartbeat) +
                      shown("connect_timeout", options.connect_timeout) + shown("bind", options.bind);
   return "torch_iroh.Options(" + (text.empty() ? text : text.substr(2)) + ")";
@@ -152,8 +156,9 @@ Of this group:
     connect (str): "lazy" (default) connects two ranks on their first exchange, "eager" all pairs at once.
     shared_memory (str): "auto" (default): ranks of one host exchange through its memory, large tensors in pieces that stay
         in the cache. "single_copy": they read large tensors out of each other, where the kernel permits it, which was
-        slower wherever it was measured. "off": through iroh. The ranks of a host do what all of them want. An algorithm or a plan (other than auto) is for ranks that send to each other: then
-        only their messages go through memory.
+        slower wherever it was measured. "off": through iroh. The ranks of a host do what all of them want.
+        An algorithm or a plan (other than auto) is for ranks that send to each other: then only their messages go through
+        memory.
     probe (str): "auto" (default): a group of several hosts measures its links when it is made (one rank of each host,
         up to 4 MiB and a few hundred milliseconds), finds sites (hosts within 3 ms of each other) where none are named,
         and chooses algorithms by what a collective would take. "off", or an algorithm or plan: it does not, and fixed
@@ -161,6 +166,9 @@ Of this group:
     site (str): ranks that name the same site have a fast network between them; equal on all ranks of a host. Hosts that
         name none join a site within 3 ms if links are measured, else they are sites of their own. Collectives may then go
         by levels (rank, host, site).
+    compression (str): a codec for the sums and gathers of floats between sites, "none" (default) or one of
+        ``torch_iroh.codec.names()``, with parameters ("int8:block=64"); equal on all ranks. Inside a site, and for
+        integers, MIN, MAX, PRODUCT, broadcasts and what is too small to gain, everything is exact.
     inner (str): a backend of torch for the ranks of one host, in a group of several hosts; equal on all ranks. "auto"
         (default): NCCL for CUDA tensors, if torch has it and each rank had chosen a device of its own when the group was
         made. "nccl": that, or an error; "gloo": for CPU tensors; "none": iroh.
@@ -176,8 +184,8 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
 )")
       .def(py::init([](const py::kwargs& kwargs) {
         static const std::set<std::string> known = {
-            "chunk_bytes", "algorithm", "plan",         "probe",     "connect",         "shared_memory", "site",
-            "inner",       "streams",   "peer_timeout", "heartbeat", "connect_timeout", "bind"};
+            "chunk_bytes", "algorithm", "plan",    "probe",        "connect",   "shared_memory",   "site",
+            "compression", "inner",     "streams", "peer_timeout", "heartbeat", "connect_timeout", "bind"};
         for (const auto& [key, value] : kwargs) {
           const auto name = key.cast<std::string>();
           if (known.contains(name)) continue;
@@ -203,6 +211,7 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
                             get("connect", std::optional<std::string>()),
                             get("shared_memory", std::optional<std::string>()),
                             get("probe", std::optional<std::string>()), get("site", std::optional<std::string>()),
+                            get("compression", std::optional<std::string>()),
                             get("inner", std::optional<std::string>()), get("streams", std::optional<std::int64_t>()),
                             get("peer_timeout", std::optional<double>()), get("heartbeat", std::optional<double>()),
                             get("connect_timeout", std::optional<double>()), get("bind", std::optional<std::string>()));
@@ -214,6 +223,7 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
       .def_readonly("shared_memory", &IrohOptions::shared_memory)
       .def_readonly("probe", &IrohOptions::probe)
       .def_readonly("site", &IrohOptions::site)
+      .def_readonly("compression", &IrohOptions::compression)
       .def_readonly("inner", &IrohOptions::inner)
       .def_readonly("streams", &IrohOptions::streams)
       .def_readonly("peer_timeout", &IrohOptions::peer_timeout)
@@ -242,6 +252,8 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
       // only members have to meet.
       .def(
           "perform_nocolor_split", [](const ProcessGroupIroh&, const py::object&) {}, py::arg("device"))
+      .def("compressed_all_reduce", &ProcessGroupIroh::compressed_all_reduce, py::arg("tensor"), py::arg("op"),
+           py::arg("codec"), py::arg("residual"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
       .def("get_error", &ProcessGroupIroh::getError, py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout", &ProcessGroupIroh::setTimeout, py::arg("timeout"))
       .def("stats", [](const ProcessGroupIroh& self) {
@@ -269,6 +281,7 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
     const py::gil_scoped_acquire gil;
     py::module_::import("torch_iroh._native").attr("prepare_group")(network);
   });
+  module.def("set_thread_compression", &set_thread_compression, py::arg("codec"));
   module.def("leave_all_process_groups", &leave_all_process_groups, py::call_guard<py::gil_scoped_release>());
   module.def("finish_callbacks", &finish_callbacks, py::arg("limit"), py::call_guard<py::gil_scoped_release>());
   module.def("open_library", &iroh::Library::open, py::arg("path"), py::arg("installed_version"));

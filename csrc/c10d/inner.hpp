@@ -19,12 +19,14 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "c10d/hosts.hpp"
 #include "c10d/inner_choice.hpp"
 #include "c10d/operation.hpp"
 #include "collective/group.hpp"
+#include "collective/hosts.hpp"
 
 namespace torch_iroh::c10d_backend {
+
+using collective::Hosts;
 
 class Inner;
 

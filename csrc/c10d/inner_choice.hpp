@@ -10,10 +10,12 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/time.hpp"
-#include "c10d/hosts.hpp"
+#include "collective/hosts.hpp"
 #include "transport/membership.hpp"
 
 namespace torch_iroh::c10d_backend {
+
+using collective::Hosts;
 
 struct InnerFacts {  // about this process
   bool has_nccl = false;

@@ -112,6 +112,10 @@ std::string IrohOptions::resolved_inner() const {
   return name;
 }
 
+codec::Codec IrohOptions::resolved_compression() const {
+  return codec::parse(text_option(compression, "TORCH_IROH_COMPRESSION").value_or("none"));
+}
+
 bool IrohOptions::resolved_probe() const {
   const std::string name = text_option(probe, "TORCH_IROH_PROBE").value_or("auto");
   if (name != "auto" && name != "off") refuse("probe", "'" + name + "'", "'auto', 'off'");

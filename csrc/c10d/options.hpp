@@ -9,6 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "codec/codec.hpp"
 #include "collective/pins.hpp"
 #include "link/node.hpp"
 #include "transport/membership.hpp"
@@ -28,6 +29,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   std::optional<std::string> shared_memory;  // "auto" (default): between ranks of one host; "single_copy", "off"
   std::optional<std::string> probe;          // "auto" (default): several hosts measure their links; "off"
   std::optional<std::string> site;           // ranks that name the same site have a fast network between them
+  std::optional<std::string> compression;    // between sites: a codec (codec/codec.hpp), default "none"
   std::optional<std::string> inner;          // backend inside hosts: "auto" (default), "nccl", "gloo", "none"
   // Of this process: the first group decides.
   std::optional<std::int64_t> streams;  // data streams per peer at most, default 8
@@ -42,6 +44,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   bool resolved_eager() const;
   std::string resolved_site() const;
   std::string resolved_inner() const;
+  codec::Codec resolved_compression() const;
   bool resolved_probe() const;
   transport::Sharing resolved_shared_memory() const;
   // Values that nobody set are those of the node that already runs, if one does.

@@ -17,6 +17,8 @@
 namespace torch_iroh::c10d_backend {
 namespace {
 
+using collective::Op;
+
 // A process that ends does not wait longer for what it has sent.
 constexpr Duration kExitLinger = milliseconds(2000);
 
@@ -74,10 +76,22 @@ bool shares_collectives(const transport::Joined& joined, const collective::Group
   return joined.team && joined.team->is_whole() && options.pins.empty();
 }
 
-// `hosts` becomes the ranks by host, `prefix` that of the group's keys in the store.
+struct Places {
+  std::vector<Hosts::Ranks> hosts;
+  std::vector<Hosts::Ranks> sites;  // with cheap bytes between them
+};
+
+// Ranks of a host that share no memory pay for their bytes as those of different hosts do, unless a site is named.
+std::vector<Hosts::Ranks> sites_of(const transport::Joined& joined, int world) {
+  if (joined.hosts_share || joined.names_sites) return joined.levels.back();
+  std::vector<Hosts::Ranks> alone;
+  for (std::int32_t rank = 0; rank < world; ++rank) alone.push_back({rank});
+  return alone;
+}
+
+// `places` becomes the ranks by host and by site, `prefix` that of the group's keys in the store.
 std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
-                                              const IrohOptions& options, std::vector<Hosts::Ranks>& hosts,
-                                              std::string& prefix) {
+                                              const IrohOptions& options, Places& places, std::string& prefix) {
   collective::GroupOptions group_options;
   group_options.name = options.group_name;
   group_options.chunk_bytes = options.resolved_chunk_bytes();
@@ -97,14 +111,16 @@ std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::S
   request.sharing = options.resolved_shared_memory();
   request.site = options.resolved_site();
   request.plan = group_options.pins.text();
+  request.compression = codec::to_string(options.resolved_compression());
   request.probe = options.resolved_probe();
   const auto node = link::Node::shared(node_options);
   auto joined = transport::join_group(adapter, node, request);
-  hosts = joined.levels.front();
+  places.hosts = joined.levels.front();
   prefix = joined.meeting.prefix;
   group_options.chunk_bytes = joined.chunk_bytes;
   const auto network = joined.probe ? transport::probe_network(adapter, node, request, joined) : std::nullopt;
   if (network) joined.levels.back() = transport::grouped(network->site_of);
+  places.sites = sites_of(joined, size);
   group_options.hierarchy =
       hierarchy_of(size, joined.levels, group_options.pins.names(collective::Algorithm::hierarchical));
   if (network) group_options.costs = std::make_shared<const collective::Costs>(*network, group_options.hierarchy);
@@ -172,10 +188,12 @@ ProcessGroupIroh::ProcessGroupIroh(const c10::intrusive_ptr<::c10d::Store>& stor
                                    c10::intrusive_ptr<IrohOptions> options)
     : ::c10d::Backend(rank, size), options_(std::move(options)) {
   try {
-    std::vector<Hosts::Ranks> hosts;
+    Places places;
     std::string prefix;
-    group_.assign(make_group(store, rank, size, *options_, hosts, prefix));
-    if (!hosts.empty()) make_inner_parts(store, Hosts(std::move(hosts), rank), std::move(prefix));
+    group_.assign(make_group(store, rank, size, *options_, places, prefix));
+    if (places.sites.empty()) places.sites = {{0}};
+    compressor_ = std::make_unique<Compressor>(options_->resolved_compression(), Hosts(places.sites, rank), rank, size);
+    if (!places.hosts.empty()) make_inner_parts(store, Hosts(std::move(places.hosts), rank), std::move(prefix));
     living().add({group_.shared(), inner_.shared()});
   } catch (const Error& error) {
     std::rethrow_exception(to_torch(error));
@@ -293,11 +311,44 @@ WorkPtr ProcessGroupIroh::by_hosts(Operation& operation, const Asked& asked, std
                                    bool waited_for) {
   group();  // says so in a forked child
   if (!inner_ || !inner_->covers(asked)) return nullptr;
+  if (compressor_->covers(asked.kind, asked.inputs.front(), asked.reduce)) return nullptr;
   complete(operation.description, timeout, waited_for);
   return inner_->submit(std::move(operation), asked);
 }
 
+WorkPtr ProcessGroupIroh::compressed_all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& reduce,
+                                                const std::string& codec, const std::optional<at::Tensor>& residual,
+                                                std::optional<std::chrono::milliseconds> timeout) {
+  group();  // says so in a forked child
+  const codec::Codec how = codec::parse(codec);
+  check_tensor("compressed_all_reduce", tensor);
+  const at::Tensor left_out = residual.value_or(at::Tensor());
+  TORCH_CHECK(!left_out.defined() || (left_out.scalar_type() == at::kFloat && left_out.is_cpu() &&
+                                      left_out.is_contiguous() && left_out.numel() == tensor.numel()),
+              "compressed_all_reduce: the residual must be float32, contiguous, on the CPU and have ", tensor.numel(),
+              " elements like the tensor");
+  Operation all = operation("compressed_all_reduce", ::c10d::OpType::ALLREDUCE, "iroh:all_reduce", {tensor}, {tensor});
+  all.add_reduce(Op::all_reduce, tensor, reduce, 0);
+  compressor_->apply(all, how, left_out);
+  if (all.parts.size() == 1 && left_out.defined()) {
+    // Exact: what was left out earlier goes with it, and nothing is left out.
+    const at::NoGradGuard no_grad;
+    Operation exact = operation(all.op, ::c10d::OpType::ALLREDUCE, "iroh:all_reduce", {tensor}, {tensor});
+    tensor.add_(left_out.view(tensor.sizes()).to(tensor.device()));
+    left_out.zero_();
+    exact.add_reduce(Op::all_reduce, tensor, reduce, 0);
+    return submit_as_is(std::move(exact), timeout.value_or(::c10d::kUnsetTimeout), false);
+  }
+  return submit_as_is(std::move(all), timeout.value_or(::c10d::kUnsetTimeout), false);
+}
+
 WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for) {
+  group();  // says so in a forked child
+  compressor_->apply(operation);
+  return submit_as_is(std::move(operation), timeout, waited_for);
+}
+
+WorkPtr ProcessGroupIroh::submit_as_is(Operation operation, std::chrono::milliseconds timeout, bool waited_for) {
   collective::Group& target = group();
   IrohWork::Description& description = operation.description;
   complete(description, timeout, waited_for);

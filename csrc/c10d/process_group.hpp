@@ -12,6 +12,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "base/fork.hpp"
+#include "c10d/compression.hpp"
 #include "c10d/inner.hpp"
 #include "c10d/operation.hpp"
 #include "c10d/options.hpp"
@@ -80,6 +81,12 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   WorkPtr barrier(const ::c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const ::c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
+  // SUM or AVG of floats in place, by `codec` between sites whatever the group's option is. `residual` (torch.Tensor or
+  // undefined): error feedback.
+  WorkPtr compressed_all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& reduce, const std::string& codec,
+                                const std::optional<at::Tensor>& residual,
+                                std::optional<std::chrono::milliseconds> timeout);
+
   collective::GroupStats stats() const;
 
  private:
@@ -89,6 +96,7 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   Operation operation(const char* op, ::c10d::OpType type, const char* title, Tensors inputs, Tensors outputs) const;
   // `waited_for`: the caller waits before it does anything else.
   WorkPtr submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for);
+  WorkPtr submit_as_is(Operation operation, std::chrono::milliseconds timeout, bool waited_for);
   void complete(IrohWork::Description& description, std::chrono::milliseconds timeout, bool waited_for) const;
   void make_inner_parts(const c10::intrusive_ptr<::c10d::Store>& store, Hosts hosts, std::string prefix);
   // In parts inside and between hosts; null: `asked` goes over the group alone, and `operation` was left as it is.
@@ -97,6 +105,7 @@ class ProcessGroupIroh final : public ::c10d::Backend {
 
   c10::intrusive_ptr<IrohOptions> options_;
   ParentOwned<collective::Group> group_;
+  std::unique_ptr<Compressor> compressor_;
   ParentOwned<Inner> inner_;  // none: the ranks of a host use the group too
   std::atomic<std::uint64_t> sends_{0};
 };

@@ -319,6 +319,15 @@ void add(float* sum, const std::byte* b, std::size_t count) {
 }
 
 template <class Type>
+void load_all(const std::byte* from, float* values, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    typename Type::Stored stored;
+    std::memcpy(&stored, from + i * sizeof stored, sizeof stored);
+    values[i] = static_cast<float>(Type::widen(stored));
+  }
+}
+
+template <class Type>
 void end(const float* sum, float divisor, std::byte* out, std::size_t count) {
   for (std::size_t i = 0; i < count; ++i) {
     const typename Type::Stored stored = Type::narrow(sum[i] / divisor);
@@ -346,6 +355,26 @@ void add_wide(ReduceOp op, DType dtype, float* sum, const std::byte* b, std::siz
 
 void end_wide(DType dtype, const float* sum, float divisor, std::byte* out, std::size_t count) {
   (dtype == DType::float16 ? end<Half> : end<BFloat>)(sum, divisor, out, count);
+}
+
+void widen(DType dtype, const std::byte* from, float* values, std::size_t count) {
+  switch (dtype) {
+    case DType::float16: return load_all<Half>(from, values, count);
+    case DType::bfloat16: return load_all<BFloat>(from, values, count);
+    case DType::float32: std::memcpy(values, from, count * sizeof(float)); return;
+    case DType::float64: return load_all<Plain<double>>(from, values, count);
+    default: refuse("widen", dtype);
+  }
+}
+
+void narrow(DType dtype, const float* values, float divisor, std::byte* out, std::size_t count) {
+  switch (dtype) {
+    case DType::float16: return end<Half>(values, divisor, out, count);
+    case DType::bfloat16: return end<BFloat>(values, divisor, out, count);
+    case DType::float32: return end<Plain<float>>(values, divisor, out, count);
+    case DType::float64: return end<Plain<double>>(values, divisor, out, count);
+    default: refuse("narrow", dtype);
+  }
 }
 
 bool supports(ReduceOp op, DType dtype) {

@@ -26,6 +26,10 @@ void begin_wide(ReduceOp op, DType dtype, const std::byte* a, const std::byte* b
 void add_wide(ReduceOp op, DType dtype, float* sum, const std::byte* b, std::size_t count);
 void end_wide(DType dtype, const float* sum, float divisor, std::byte* out, std::size_t count);
 
+// The real floats as float32, and back: out[i] = values[i] / divisor, rounded.
+void widen(DType dtype, const std::byte* from, float* values, std::size_t count);
+void narrow(DType dtype, const float* values, float divisor, std::byte* out, std::size_t count);
+
 // data[i] *= factor, for premul_sum. Floats and complex only.
 void scale(DType dtype, std::byte* data, std::size_t count, double factor);
 

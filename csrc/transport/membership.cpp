@@ -13,7 +13,7 @@
 namespace torch_iroh::transport {
 namespace {
 
-constexpr std::uint32_t kRecordMagic = 0x33524954;  // "TIR3"
+constexpr std::uint32_t kRecordMagic = 0x34524954;  // "TIR4"
 constexpr std::uint16_t kMostAddresses = 64;
 constexpr std::uint32_t kLeastChunk = 64;
 constexpr std::size_t kMostPlanBytes = 2000;
@@ -63,6 +63,11 @@ void check_agreement(const JoinRequest& request, int peer, const Record& mine, c
                                          " is " + text(mine.plan) + ", that of " + who + " is " + text(theirs.plan) +
                                          ". Try: the same plan or algorithm option, and the same TORCH_IROH_PLAN and "
                                          "TORCH_IROH_ALGORITHM, on all ranks");
+  }
+  if (theirs.compression != mine.compression) {
+    throw Error(ErrorKind::mismatch, "the ranks disagree about compression: rank " + std::to_string(request.rank) +
+                                         " has '" + mine.compression + "', " + who + " has '" + theirs.compression +
+                                         "'. Try: the same compression option or TORCH_IROH_COMPRESSION on all ranks");
   }
 }
 
@@ -158,7 +163,8 @@ std::vector<std::uint8_t> encode(const Record& record) {
   for (const std::string& address : record.addr.direct) out.put_text(address);
   const HostIntroduction& sharing = record.sharing;
   out.put_text(record.site).put_text(sharing.host).put(sharing.pid).put(sharing.memory).put(sharing.nonce);
-  out.put(sharing.bell).put(sharing.bell_nonce).put_text(record.plan).put(static_cast<std::uint8_t>(record.probe));
+  out.put(sharing.bell).put(sharing.bell_nonce).put_text(record.plan).put_text(record.compression);
+  out.put(static_cast<std::uint8_t>(record.probe));
   return out.octets();
 }
 
@@ -192,6 +198,8 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
   sharing.bell_nonce = in.get<std::uint64_t>();
   record.plan = printable(in.get_text());
   if (record.plan.size() > kMostPlanBytes) throw Error(ErrorKind::protocol, "a record with a too long plan");
+  record.compression = printable(in.get_text());
+  if (record.compression.size() > kMostPlanBytes) throw Error(ErrorKind::protocol, "a record with a too long codec");
   const auto probe = in.get<std::uint8_t>();
   if (probe > 1) throw Error(ErrorKind::protocol, "a record with an unknown wish");
   record.probe = probe == 1;
@@ -231,6 +239,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   mine.sharing = team ? team->introduction() : HostIntroduction{host_identity()};
   mine.site = request.site;
   mine.plan = request.plan;
+  mine.compression = request.compression;
   mine.probe = request.probe;
   store.set(rank_key(request.rank), encode(mine));
 
@@ -272,6 +281,8 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
              return records[static_cast<std::size_t>(rank)].sharing.memory >= 0;
            });
   });
+  joined.names_sites =
+      std::any_of(records.begin(), records.end(), [](const Record& record) { return !record.site.empty(); });
   joined.probe = joined.levels.front().size() > 1 &&
                  std::all_of(records.begin(), records.end(), [](const Record& record) { return record.probe; });
   joined.meeting = {prefix, number, std::move(members), wire_version, {}, {}};

@@ -33,8 +33,9 @@ struct Record {
   std::string host;     // for error texts
   std::string site{};   // ranks that name the same site have a fast network between them; empty: not said
   HostIntroduction sharing{};
-  std::string plan{};  // what the user fixed of how collectives run; equal on all ranks
-  bool probe = false;  // wants the links measured
+  std::string plan{};         // what the user fixed of how collectives run; equal on all ranks
+  std::string compression{};  // between sites; equal on all ranks
+  bool probe = false;         // wants the links measured
   iroh::EndpointAddr addr;
 };
 
@@ -55,6 +56,7 @@ struct JoinRequest {
   Duration timeout{};
   std::string site{};               // equal on all ranks of a host
   std::string plan{};               // equal on all ranks
+  std::string compression{};        // equal on all ranks
   bool probe = false;               // with the other ranks if all want it
   Sharing sharing = Sharing::none;  // at most, with the other ranks of this host if all of them want it too
 };
@@ -76,6 +78,7 @@ struct Joined {
   std::vector<std::vector<std::vector<std::int32_t>>> levels;
   bool probe = false;  // several hosts, and all ranks want their links measured
   Meeting meeting;
+  bool names_sites = false;        // some rank does
   bool hosts_share = false;        // all ranks that are not alone on their host offered memory
   std::shared_ptr<HostTeam> team;  // the ranks of this host, when they share memory, as all of them know
 };

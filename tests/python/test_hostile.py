@@ -86,7 +86,7 @@ def read_entry(raw: bytes) -> Entry:
     def text() -> str:
         return take(struct.unpack("<H", take(2))[0]).decode()
 
-    assert take(4) == b"TIR3"
+    assert take(4) == b"TIR4"
     _, _, chunk_bytes = struct.unpack("<BBI", take(6))
     text(), text()
     endpoint_id = take(32).hex()
@@ -588,7 +588,7 @@ def record_of(
     probe: int = 0,
 ) -> bytes:
     own = [one.encode() for one in endpoint.addresses()] if addresses is None else addresses
-    parts = [b"TIR3", struct.pack("<BBI", *wire, chunk_bytes)]
+    parts = [b"TIR4", struct.pack("<BBI", *wire, chunk_bytes)]
     for text in (members, b"host"):
         parts += [struct.pack("<H", len(text)), text]
     parts += [
@@ -600,8 +600,9 @@ def record_of(
         parts += [struct.pack("<H", len(one)), one]
     no_site_no_host = b"\0\0" * 2
     shares_no_memory = struct.pack("<iiQiQ", 0, -1, 0, -1, 0)
-    own_plan = struct.pack("<H", len(plan)) + plan + bytes([probe])
-    return b"".join([*parts, no_site_no_host, shares_no_memory, own_plan])
+    own_plan = struct.pack("<H", len(plan)) + plan
+    no_codec = struct.pack("<H", 4) + b"none"
+    return b"".join([*parts, no_site_no_host, shares_no_memory, own_plan, no_codec, bytes([probe])])
 
 
 RECORDS: dict[str, tuple[Callable[[Any, Entry], bytes], str]] = {

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-namespace torch_iroh::c10d_backend {
+namespace torch_iroh::collective {
 
 class Hosts {
  public:
@@ -66,4 +66,4 @@ class Hosts {
   std::size_t index_ = 0;
 };
 
-}  // namespace torch_iroh::c10d_backend
+}  // namespace torch_iroh::collective

@@ -1,0 +1,478 @@
+#include "collective/compressed.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/error.hpp"
+#include "collective/builder.hpp"
+#include "collective/reduce.hpp"
+
+namespace torch_iroh::collective {
+namespace {
+
+using Members = Hosts::Members;
+
+bool is_float(DType dtype) {
+  return dtype == DType::float16 || dtype == DType::bfloat16 || dtype == DType::float32 || dtype == DType::float64;
+}
+
+Members only(std::int32_t rank) {
+  return std::make_shared<const Hosts::Ranks>(Hosts::Ranks{rank});
+}
+
+// Steps that all ranks number, of a rank that has no part in it.
+CollectiveCall nothing(const std::string& title, std::int32_t rank) {
+  CollectiveCall call;
+  call.part_of = title;
+  call.request.members = only(rank);
+  return call;
+}
+
+CollectiveCall inside(const std::string& title, Op op, Members members, const Work& work) {
+  CollectiveCall call;
+  call.part_of = title;
+  call.request.op = op;
+  call.request.members = std::move(members);
+  call.work = work;
+  return call;
+}
+
+CollectiveCall of_frames(const std::string& title, Op op, Members members, const std::shared_ptr<void>& keep) {
+  CollectiveCall call = inside(title, op, std::move(members), {});
+  call.work.keep = keep;
+  return call;
+}
+
+// The sum of contributions has entries where any of them has: a sparse one is given twice the room, and is sent as
+// dense as its values are where that takes no more.
+codec::Codec codec_of_sums(const codec::Codec& given, std::uint64_t count) {
+  if (!codec::is_sparse(given.kind)) return given;
+  codec::Codec sparse = given;
+  sparse.density = std::min(1.0, 2 * given.density);
+  codec::Codec dense = given;
+  dense.kind = given.kind == codec::Kind::topk        ? codec::Kind::none
+               : given.kind == codec::Kind::topk_int8 ? codec::Kind::int8
+                                                      : codec::Kind::int4;
+  return codec::frame_bytes(dense, count) <= codec::frame_bytes(sparse, count) ? dense : sparse;
+}
+
+std::uint64_t mixed(std::uint64_t seed, std::uint64_t with) {  // splitmix64
+  std::uint64_t z = seed + 0x9e3779b97f4a7c15 * (with + 1);
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
+  return z ^ (z >> 31);
+}
+
+// Frames of several ranks in one buffer, in the order of members.
+struct Frames {
+  std::vector<std::uint64_t> sizes;
+  std::vector<std::uint64_t> offsets;
+  std::unique_ptr<std::byte[]> bytes;
+
+  void add(std::uint64_t size) {
+    offsets.push_back(total());
+    sizes.push_back(size);
+  }
+  std::uint64_t total() const { return sizes.empty() ? 0 : offsets.back() + sizes.back(); }
+  void allocate() { bytes = std::make_unique_for_overwrite<std::byte[]>(total()); }
+  std::span<std::byte> of(std::size_t index) const { return {bytes.get() + offsets[index], sizes[index]}; }
+};
+
+std::string whose(std::int32_t rank, const codec::Codec& codec, const std::string& what) {
+  return "what rank " + std::to_string(rank) + " sent, compressed by " + codec::to_string(codec) +
+         ", cannot be read: " + what + ". Try: the same version of torch-iroh on all ranks";
+}
+
+// Between the ranks of a column, one of each site: each owns a range of `part`, adds up what the others contribute to
+// it, and, for an all_reduce, tells the sum.
+class ColumnSum : public std::enable_shared_from_this<ColumnSum> {
+ public:
+  ColumnSum(const Compression& how, const Work& work, Members column, std::int32_t rank, std::int32_t world)
+      : codec_(how.codec),
+        seed_(how.seed),
+        residual_(how.residual),
+        title_(how.title),
+        dtype_(work.dtype),
+        element_(size_of(work.dtype)),
+        divisor_(work.reduce == ReduceOp::avg ? static_cast<float>(world) : 1.0F),
+        keep_(work.keep),
+        column_(std::move(column)),
+        rank_(rank),
+        me_(static_cast<std::size_t>(std::find(column_->begin(), column_->end(), rank) - column_->begin())) {}
+
+  // The values, when they are ready, and where those of each member are among them and among the residuals.
+  void set_part(std::byte* part, std::vector<Range> ranges, std::vector<std::uint64_t> residual_offsets) {
+    part_ = part;
+    ranges_ = std::move(ranges);
+    residual_offsets_ = std::move(residual_offsets);
+  }
+  void scale_by(double factor) { factor_ = static_cast<float>(factor); }
+
+  CollectiveCall exchange() {
+    for (std::size_t member = 0; member < column_->size(); ++member) {
+      const bool mine = member == me_;
+      out_.add(mine ? 0 : codec::frame_bytes(codec_, ranges_[member].count));
+      in_.add(mine ? 0 : codec::frame_bytes(codec_, ranges_[me_].count));
+    }
+    CollectiveCall call = of_frames(title_, Op::all_to_all, column_, shared_from_this());
+    call.request.send_blocks = out_.sizes;
+    call.request.blocks = in_.sizes;
+    call.prepare = [self = shared_from_this()](CollectiveCall& ready) {
+      self->encode_contributions();
+      ready.work.input = self->out_.bytes.get();
+      ready.work.output = self->in_.bytes.get();
+    };
+    return call;
+  }
+
+  CollectiveCall tell() {
+    for (const Range& range : ranges_) sums_.add(codec::frame_bytes(codec_of_sums(codec_, range.count), range.count));
+    CollectiveCall call = of_frames(title_, Op::all_gather, column_, shared_from_this());
+    call.request.blocks = sums_.sizes;
+    call.prepare = [self = shared_from_this()](CollectiveCall& ready) {
+      self->add_up();
+      self->encode_sum();
+      ready.work.input = self->own_.get();
+      ready.work.output = self->sums_.bytes.get();
+    };
+    return call;
+  }
+
+  // After exchange(): this rank's range, in its own dtype.
+  void store_own_sum(std::byte* to) {
+    add_up();
+    narrow(dtype_, sum_.get(), divisor_, to, ranges_[me_].count);
+    sum_.reset();
+  }
+
+  // After tell(): all of the part.
+  void store_sums() {
+    std::uint64_t longest = 0;
+    for (const Range& range : ranges_) longest = std::max(longest, range.count);
+    const auto values = std::make_unique_for_overwrite<float[]>(longest);
+    for (std::size_t member = 0; member < ranges_.size(); ++member) {
+      const Range& range = ranges_[member];
+      const codec::Codec codec = codec_of_sums(codec_, range.count);
+      read(member, [&] { codec::decode(codec, sums_.of(member), {values.get(), range.count}); });
+      narrow(dtype_, values.get(), divisor_, at(range), range.count);
+    }
+    sums_.bytes.reset();
+  }
+
+ private:
+  std::byte* at(const Range& range) const { return part_ + range.offset * element_; }
+  float* residual_of(std::size_t member) const {
+    return residual_ == nullptr ? nullptr : residual_ + residual_offsets_[member];
+  }
+
+  void load(std::size_t member, float* values) const {
+    const Range& range = ranges_[member];
+    widen(dtype_, at(range), values, range.count);
+    if (factor_ != 1.0F) {
+      for (std::uint64_t i = 0; i < range.count; ++i) values[i] *= factor_;
+    }
+    if (const float* residual = residual_of(member)) {
+      for (std::uint64_t i = 0; i < range.count; ++i) values[i] += residual[i];
+    }
+  }
+
+  static void subtract(const float* values, const float* sent, float* left, std::uint64_t count) {
+    for (std::uint64_t i = 0; i < count; ++i) left[i] = values[i] - sent[i];
+  }
+
+  void encode_contributions() {
+    out_.allocate();
+    in_.allocate();
+    std::uint64_t longest = 0;
+    for (const Range& range : ranges_) longest = std::max(longest, range.count);
+    const auto values = std::make_unique_for_overwrite<float[]>(longest);
+    const auto sent = std::make_unique_for_overwrite<float[]>(residual_ == nullptr ? 0 : longest);
+    for (std::size_t member = 0; member < ranges_.size(); ++member) {
+      if (member == me_) continue;
+      const std::uint64_t count = ranges_[member].count;
+      load(member, values.get());
+      codec::encode(codec_, {values.get(), count}, mixed(seed_, member), out_.of(member), sent.get());
+      if (float* residual = residual_of(member)) subtract(values.get(), sent.get(), residual, count);
+    }
+  }
+
+  void add_up() {
+    out_.bytes.reset();
+    sum_ = std::make_unique_for_overwrite<float[]>(ranges_[me_].count);
+    load(me_, sum_.get());
+    for (std::size_t member = 0; member < ranges_.size(); ++member) {
+      if (member == me_) continue;
+      read(member, [&] { codec::add(codec_, in_.of(member), {sum_.get(), ranges_[me_].count}); });
+    }
+    in_.bytes.reset();
+    if (float* residual = residual_of(me_)) std::fill_n(residual, ranges_[me_].count, 0.0F);
+  }
+
+  void encode_sum() {
+    const std::uint64_t count = ranges_[me_].count;
+    const codec::Codec codec = codec_of_sums(codec_, count);
+    own_ = std::make_unique_for_overwrite<std::byte[]>(sums_.sizes[me_]);
+    sums_.allocate();
+    float* const residual = residual_of(me_);
+    codec::encode(codec, {sum_.get(), count}, mixed(seed_, column_->size()), {own_.get(), sums_.sizes[me_]}, residual);
+    if (residual != nullptr) subtract(sum_.get(), residual, residual, count);
+    sum_.reset();
+  }
+
+  template <typename Read>
+  void read(std::size_t member, const Read& from) const {
+    try {
+      from();
+    } catch (const Error& error) {
+      throw Error(error.kind(), whose((*column_)[member], codec_, error.what()));
+    }
+  }
+
+  const codec::Codec codec_;
+  const std::uint64_t seed_;
+  float* const residual_;
+  const std::string title_;
+  const DType dtype_;
+  const std::size_t element_;
+  const float divisor_;
+  const std::shared_ptr<void> keep_;
+  const Members column_;
+  const std::int32_t rank_;
+  const std::size_t me_;  // among the column
+  float factor_ = 1.0F;
+  std::byte* part_ = nullptr;
+  std::vector<Range> ranges_;
+  std::vector<std::uint64_t> residual_offsets_;
+  Frames out_, in_, sums_;
+  std::unique_ptr<std::byte[]> own_;  // the frame of this rank's sum
+  std::unique_ptr<float[]> sum_;
+};
+
+// Balanced ranges of `count` values for `owners`.
+std::vector<Range> shards_of(std::uint64_t count, std::size_t owners) {
+  std::vector<Range> ranges;
+  for (std::size_t i = 0; i < owners; ++i) {
+    ranges.push_back(shard_of(count, static_cast<std::int32_t>(owners), static_cast<std::int32_t>(i)));
+  }
+  return ranges;
+}
+
+std::vector<std::uint64_t> offsets_of(const std::vector<Range>& ranges, std::uint64_t base) {
+  std::vector<std::uint64_t> offsets;
+  for (const Range& range : ranges) offsets.push_back(base + range.offset);
+  return offsets;
+}
+
+Work sum_of(const Work& work) {  // AVG divides once, at the end
+  Work sum = work;
+  if (sum.reduce == ReduceOp::avg) sum.reduce = ReduceOp::sum;
+  return sum;
+}
+
+bool is_flat(const Hosts& sites) {
+  return std::all_of(sites.all().begin(), sites.all().end(), [](const auto& site) { return site.size() == 1; });
+}
+
+std::vector<CompressedPart> flat_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+                                            std::int32_t world, std::int32_t rank) {
+  auto sum = std::make_shared<ColumnSum>(how, work, how.sites.column(), rank, world);
+  auto ranges = shards_of(count, how.sites.all().size());
+  auto offsets = offsets_of(ranges, 0);
+  sum->set_part(work.output, std::move(ranges), std::move(offsets));
+  if (work.reduce == ReduceOp::premul_sum) sum->scale_by(work.premul);
+  std::vector<CompressedPart> parts(2);
+  parts[0].call = sum->exchange();
+  parts[1].call = sum->tell();
+  parts[1].after = [sum] { sum->store_sums(); };
+  return parts;
+}
+
+std::vector<CompressedPart> sharded_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+                                               std::int32_t world, std::int32_t rank) {
+  const Hosts& sites = how.sites;
+  const auto mine = std::make_shared<const Hosts::Ranks>(sites.mine());
+  std::vector<std::uint64_t> blocks;
+  for (const Range& shard : shards_of(count, mine->size())) blocks.push_back(shard.count);
+  const Range shard = shards_of(count, mine->size())[sites.index()];
+  const std::shared_ptr<std::byte[]> part =
+      std::make_unique_for_overwrite<std::byte[]>(shard.count * size_of(work.dtype));
+
+  auto sum = std::make_shared<ColumnSum>(how, work, sites.column(), rank, world);
+  auto ranges = shards_of(shard.count, sites.all().size());
+  auto offsets = offsets_of(ranges, shard.offset);
+  sum->set_part(part.get(), std::move(ranges), std::move(offsets));
+
+  const auto keep = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<std::byte[]>>>(work.keep, part);
+  std::vector<CompressedPart> parts(4);
+  parts[0].call = inside(how.title, Op::reduce_scatter, mine, sum_of(work));
+  parts[0].call.request.blocks = blocks;
+  parts[0].call.work.input = work.output;
+  parts[0].call.work.output = part.get();
+  parts[1].call = sum->exchange();
+  parts[2].call = sum->tell();
+  parts[3].call = inside(how.title, Op::all_gather, mine, sum_of(work));
+  parts[3].call.request.blocks = blocks;
+  parts[3].call.work.input = part.get();
+  parts[3].call.prepare = [sum](CollectiveCall&) { sum->store_sums(); };
+  parts[0].call.work.keep = parts[3].call.work.keep = keep;
+  return parts;
+}
+
+std::vector<CompressedPart> led_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+                                           std::int32_t world, std::int32_t rank) {
+  const Hosts& sites = how.sites;
+  const auto mine = std::make_shared<const Hosts::Ranks>(sites.mine());
+  const auto leaders = sites.leaders(sites.all().front().front());
+  const std::int32_t leader = (*leaders)[sites.host()];
+  std::vector<CompressedPart> parts(4);
+  parts[0].call = inside(how.title, Op::reduce, mine, sum_of(work));
+  parts[0].call.work.input = work.output;
+  parts[3].call = inside(how.title, Op::broadcast, mine, sum_of(work));
+  for (const std::size_t one : {0, 3}) {
+    parts[one].call.request.root = leader;
+    parts[one].call.request.count = count;
+  }
+  if (rank != leader) {
+    parts[1].call = nothing(how.title, rank);
+    parts[2].call = nothing(how.title, rank);
+    return parts;
+  }
+  auto sum = std::make_shared<ColumnSum>(how, work, leaders, rank, world);
+  auto ranges = shards_of(count, leaders->size());
+  auto offsets = offsets_of(ranges, 0);
+  sum->set_part(work.output, std::move(ranges), std::move(offsets));
+  parts[1].call = sum->exchange();
+  parts[2].call = sum->tell();
+  parts[3].call.prepare = [sum](CollectiveCall&) { sum->store_sums(); };
+  return parts;
+}
+
+std::int32_t rank_in(const Hosts& sites) {
+  return sites.mine()[sites.index()];
+}
+
+}  // namespace
+
+bool is_compressible(Op op, DType dtype, ReduceOp reduce) {
+  if (!is_float(dtype)) return false;
+  if (op == Op::all_gather) return true;
+  if (op != Op::all_reduce && op != Op::reduce_scatter) return false;
+  return reduce == ReduceOp::sum || reduce == ReduceOp::avg || reduce == ReduceOp::premul_sum;
+}
+
+bool is_worth_it(const codec::Codec& codec, std::uint64_t count, DType dtype, std::size_t owners) {
+  if (codec.kind == codec::Kind::none || owners < 2) return false;
+  const std::uint64_t shard = count / owners;
+  return shard > 0 && codec::frame_bytes(codec, shard) < shard * size_of(dtype);
+}
+
+std::vector<CompressedPart> compressed_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+                                                  std::int32_t world) {
+  const std::int32_t rank = rank_in(how.sites);
+  if (is_flat(how.sites)) return flat_all_reduce(how, work, count, world, rank);
+  return how.sites.even() ? sharded_all_reduce(how, work, count, world, rank)
+                          : led_all_reduce(how, work, count, world, rank);
+}
+
+std::vector<CompressedPart> compressed_reduce_scatter(const Compression& how, const Work& work, std::uint64_t block,
+                                                      std::int32_t world) {
+  const Hosts& sites = how.sites;
+  const std::int32_t rank = rank_in(sites);
+  const std::size_t element = size_of(work.dtype);
+  const bool by_sites = !is_flat(sites) && sites.even();
+  Members column;
+  std::vector<std::int32_t> all(static_cast<std::size_t>(world));
+  for (std::int32_t i = 0; i < world; ++i) all[static_cast<std::size_t>(i)] = i;
+  column = by_sites ? sites.column() : std::make_shared<const Hosts::Ranks>(all);
+  auto sum = std::make_shared<ColumnSum>(how, work, column, rank, world);
+  std::vector<Range> ranges;
+  std::vector<std::uint64_t> residual_offsets;
+  for (std::size_t member = 0; member < column->size(); ++member) {
+    const auto place = by_sites ? member : static_cast<std::size_t>((*column)[member]);
+    ranges.push_back({place * block, block});
+    residual_offsets.push_back(static_cast<std::uint64_t>((*column)[member]) * block);
+  }
+  std::vector<CompressedPart> parts;
+  const auto finish = [sum, output = work.output] { sum->store_own_sum(output); };
+  if (!by_sites) {
+    sum->set_part(const_cast<std::byte*>(work.input), std::move(ranges), std::move(residual_offsets));
+    if (work.reduce == ReduceOp::premul_sum) sum->scale_by(work.premul);
+    parts.push_back({sum->exchange(), finish});
+    return parts;
+  }
+  // By columns: one range for each rank of this site, in it the blocks of the ranks of all sites with its index.
+  const auto mine = std::make_shared<const Hosts::Ranks>(sites.mine());
+  const std::uint64_t width = block * column->size();
+  struct Memory {
+    std::shared_ptr<void> keep;
+    std::unique_ptr<std::byte[]> packed, part;
+  };
+  auto memory = std::make_shared<Memory>();
+  memory->keep = work.keep;
+  memory->part = std::make_unique_for_overwrite<std::byte[]>(width * element);
+  sum->set_part(memory->part.get(), std::move(ranges), std::move(residual_offsets));
+  CollectiveCall first = inside(how.title, Op::reduce_scatter, mine, sum_of(work));
+  first.request.blocks.assign(mine->size(), width);
+  first.work.output = memory->part.get();
+  first.work.keep = memory;
+  first.prepare = [memory, sites, block, element, width, input = work.input](CollectiveCall& ready) {
+    memory->packed = std::make_unique_for_overwrite<std::byte[]>(width * sites.mine().size() * element);
+    std::byte* to = memory->packed.get();
+    for (std::size_t index = 0; index < sites.mine().size(); ++index) {
+      for (const auto& site : sites.all()) {
+        std::memcpy(to, input + static_cast<std::uint64_t>(site[index]) * block * element, block * element);
+        to += block * element;
+      }
+    }
+    ready.work.input = memory->packed.get();
+  };
+  parts.push_back({std::move(first), {}});
+  parts.push_back({sum->exchange(), finish});
+  return parts;
+}
+
+std::vector<CompressedPart> compressed_all_gather(const Compression& how, const Work& work, std::uint64_t block,
+                                                  std::int32_t world) {
+  struct Gathered {
+    std::shared_ptr<void> keep;
+    std::unique_ptr<std::byte[]> own;
+    Frames frames;
+  };
+  auto gathered = std::make_shared<Gathered>();
+  gathered->keep = work.keep;
+  const std::size_t size = codec::frame_bytes(how.codec, block);
+  for (std::int32_t i = 0; i < world; ++i) gathered->frames.add(size);
+  CompressedPart part;
+  part.call.part_of = how.title;
+  part.call.request.op = Op::all_gather;
+  part.call.request.blocks = gathered->frames.sizes;
+  part.call.work.keep = gathered;
+  part.call.prepare = [gathered, codec = how.codec, seed = how.seed, dtype = work.dtype, input = work.input, block,
+                       size](CollectiveCall& ready) {
+    const auto values = std::make_unique_for_overwrite<float[]>(block);
+    widen(dtype, input, values.get(), block);
+    gathered->own = std::make_unique_for_overwrite<std::byte[]>(size);
+    gathered->frames.allocate();
+    codec::encode(codec, {values.get(), block}, seed, {gathered->own.get(), size});
+    ready.work.input = gathered->own.get();
+    ready.work.output = gathered->frames.bytes.get();
+  };
+  part.after = [gathered, codec = how.codec, dtype = work.dtype, output = work.output, block, world] {
+    const auto values = std::make_unique_for_overwrite<float[]>(block);
+    for (std::int32_t rank = 0; rank < world; ++rank) {
+      const auto index = static_cast<std::size_t>(rank);
+      try {
+        codec::decode(codec, gathered->frames.of(index), {values.get(), block});
+      } catch (const Error& error) {
+        throw Error(error.kind(), whose(rank, codec, error.what()));
+      }
+      narrow(dtype, values.get(), 1.0F, output + index * block * size_of(dtype), block);
+    }
+  };
+  std::vector<CompressedPart> parts;
+  parts.push_back(std::move(part));
+  return parts;
+}
+
+}  // namespace torch_iroh::collective
