@@ -156,8 +156,8 @@ class State:
         """Average a bucket's gradient over the ranks by the codec of that name; what the hooks call.
 
         Args:
-            bucket: a ``dist.GradBucket``, a flat gradient of float16, bfloat16, float32 or float64, on any device; a sparse one is averaged
-                exactly.
+            bucket: a ``dist.GradBucket``: a flat gradient of float16, bfloat16, float32 or float64, on any device; a
+                sparse one is averaged exactly.
             name: a codec without parameters: "topk-int8".
         """
         codec = self._codec(name)
