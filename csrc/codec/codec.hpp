@@ -20,11 +20,11 @@ enum class Rounding : std::uint8_t { nearest, stochastic };
 // Equal on all ranks.
 struct Codec {
   Kind kind = Kind::none;
-  std::uint32_t block = 128;      // values that share a scale: 16 to 4096, a power of two
-  bool wide_scale = false;        // scales in float32, else in bfloat16, rounded up
-  double density = 0.01;          // topk*: share of the values that is kept, above 0 and at most 1
+  std::uint32_t block = 128;              // values that share a scale: 16 to 4096, a power of two
+  bool wide_scale = false;                // scales in float32, else in bfloat16, rounded up
+  double density = 0.01;                  // topk*: share of the values that is kept, above 0 and at most 1
   Rounding rounding = Rounding::nearest;  // int8 and int4, also of topk
-  bool refuses_nonfinite = false;  // encode() throws where a value is NaN or infinite; else they stay visible
+  bool refuses_nonfinite = false;         // encode() throws where a value is NaN or infinite; else they stay visible
 
   bool operator==(const Codec&) const = default;
 };

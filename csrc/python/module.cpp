@@ -24,6 +24,7 @@ PYBIND11_MODULE(_core, module) {
   bind_in_process(module);
   bind_endpoint(module);
   bind_plan(module);
+  bind_codec(module);
 }
 
 }  // namespace torch_iroh::python
