@@ -187,7 +187,7 @@ class ColumnSum : public std::enable_shared_from_this<ColumnSum> {
     std::uint64_t longest = 0;
     for (const Range& range : ranges_) longest = std::max(longest, range.count);
     const auto values = std::make_unique_for_overwrite<float[]>(longest);
-    const auto sent = std::make_unique_for_overwrite<float[]>(residual_ == nullptr ? 0 : longest);
+    const auto sent = residual_ == nullptr ? nullptr : std::make_unique_for_overwrite<float[]>(longest);
     for (std::size_t member = 0; member < ranges_.size(); ++member) {
       if (member == me_) continue;
       const std::uint64_t count = ranges_[member].count;
