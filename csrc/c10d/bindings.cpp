@@ -254,6 +254,7 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
           "perform_nocolor_split", [](const ProcessGroupIroh&, const py::object&) {}, py::arg("device"))
       .def("compressed_all_reduce", &ProcessGroupIroh::compressed_all_reduce, py::arg("tensor"), py::arg("op"),
            py::arg("codec"), py::arg("residual"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+      .def("compresses", &ProcessGroupIroh::compresses, py::arg("tensor"), py::arg("codec"))
       .def("get_error", &ProcessGroupIroh::getError, py::call_guard<py::gil_scoped_release>())
       .def("_set_default_timeout", &ProcessGroupIroh::setTimeout, py::arg("timeout"))
       .def("stats", [](const ProcessGroupIroh& self) {

@@ -75,6 +75,13 @@ bool Compressor::covers(Op op, const at::Tensor& like, const ::c10d::ReduceOp& r
       op, dtype, collective::reduces(op) ? reduce_op_of(reduce, dtype, "compression") : ReduceOp::sum);
 }
 
+bool Compressor::would(const codec::Codec& codec, const at::Tensor& like) const {
+  const std::size_t owners = sites_.all().size();
+  const DType dtype = dtype_of(like, "compression");
+  return collective::is_compressible(Op::all_reduce, dtype, ReduceOp::avg) &&
+         collective::is_worth_it(codec, static_cast<std::uint64_t>(like.numel()), dtype, owners);
+}
+
 bool Compressor::expand(const codec::Codec& codec, float* residual, const Operation& operation, Operation::Part& part,
                         std::vector<Operation::Part>& parts) {
   const collective::CollectiveCall& call = part.call;

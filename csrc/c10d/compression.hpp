@@ -24,6 +24,8 @@ class Compressor {
 
   // Whether this thread's operation of that kind would be.
   bool covers(collective::Op op, const at::Tensor& like, const ::c10d::ReduceOp& reduce);
+  // Whether one all_reduce by `codec` would be, or is exact.
+  bool would(const codec::Codec& codec, const at::Tensor& like) const;
   // Puts the parts of a compressed operation in the place of each part that can be one.
   void apply(Operation& operation);
   // For one all_reduce: by `codec`, with error feedback in `residual` (float32, on the CPU, contiguous) if it is

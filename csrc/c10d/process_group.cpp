@@ -342,6 +342,10 @@ WorkPtr ProcessGroupIroh::compressed_all_reduce(const at::Tensor& tensor, const 
   return submit_as_is(std::move(all), timeout.value_or(::c10d::kUnsetTimeout), false);
 }
 
+bool ProcessGroupIroh::compresses(const at::Tensor& tensor, const std::string& codec) const {
+  return compressor_->would(codec::parse(codec), tensor);
+}
+
 WorkPtr ProcessGroupIroh::submit(Operation operation, std::chrono::milliseconds timeout, bool waited_for) {
   group();  // says so in a forked child
   compressor_->apply(operation);

@@ -86,6 +86,8 @@ class ProcessGroupIroh final : public ::c10d::Backend {
   WorkPtr compressed_all_reduce(const at::Tensor& tensor, const ::c10d::ReduceOp& reduce, const std::string& codec,
                                 const std::optional<at::Tensor>& residual,
                                 std::optional<std::chrono::milliseconds> timeout);
+  // Whether that compresses, or is exact: equal on all ranks.
+  bool compresses(const at::Tensor& tensor, const std::string& codec) const;
 
   collective::GroupStats stats() const;
 

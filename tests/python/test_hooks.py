@@ -1,0 +1,596 @@
+"""Compressing DDP hooks: ranks stay equal, what is owed is repaid and saved, options do what they say."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from families import join
+from hosts import LAYOUTS, obstacle, on_hosts
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_iroh
+from torch_iroh import hooks
+
+HOOKS = ["bf16_compress", "fp8", "int8", "int4", "sign", "topk", "topk_int8", "topk_int4"]
+SPARSE = ["topk", "topk_int8", "topk_int4"]
+MANY_BUCKETS = 0.004  # MB: one layer of make_model() each
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers: list[torch.nn.Module] = []
+    for width in (24, 40, 40, 40):
+        layers += [torch.nn.Linear(width, 40), torch.nn.Tanh()]
+    return torch.nn.Sequential(*layers)
+
+
+def step_of(model: Any, optimizer: torch.optim.Optimizer, rank: int, number: int) -> None:
+    generator = torch.Generator().manual_seed(1000 * number + rank)
+    dtype = next(model.parameters()).dtype
+    model(torch.randn(8, 24, generator=generator).to(dtype)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sgd(model: torch.nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def digest(model: torch.nn.Module) -> str:
+    parts = [parameter.detach().flatten().view(torch.uint8) for parameter in model.parameters()]
+    return hashlib.sha256(torch.cat(parts).numpy().tobytes()).hexdigest()
+
+
+def wrapped(model: torch.nn.Module, hook: str, options: dict[str, Any], **ddp: Any) -> tuple[Any, hooks.State]:
+    state = hooks.State(parameters=model.parameters(), **options)
+    ddp = {"bucket_cap_mb": MANY_BUCKETS, **ddp}
+    distributed = DistributedDataParallel(model, process_group=options.get("group"), **ddp)
+    distributed.register_comm_hook(state, getattr(hooks, hook))
+    return distributed, state
+
+
+# ---- equal bits ----
+
+
+def train_by_each(
+    rank: int, world: int, store: str, dtype: str, options: dict[str, Any], ddp: dict[str, Any]
+) -> list[str]:
+    join(rank, world, store)
+    digests = []
+    for hook in HOOKS:
+        model = make_model().to(getattr(torch, dtype))
+        before = digest(model)
+        momentum = {"momentum": 0.9} if options.get("momentum") and hook in SPARSE else {}
+        distributed, state = wrapped(model, hook, {**options, "momentum": 0.0, **momentum}, **ddp)
+        for number in range(4):
+            step_of(distributed, sgd(model), rank, number)
+        assert state.step == 4
+        assert digest(model) != before
+        digests.append(digest(model))
+    dist.destroy_process_group()
+    return digests
+
+
+def settle(results: list[list[str]]) -> None:
+    assert all(one == results[0] for one in results), "ranks differ"
+    assert len(set(results[0])) == len(HOOKS), "two codecs gave the same"
+
+
+@pytest.mark.parametrize(
+    ("world", "dtype", "options", "ddp"),
+    [
+        (2, "float32", {}, {}),
+        (3, "float32", {"momentum": True, "warmup_steps": 1}, {}),
+        (3, "bfloat16", {}, {"gradient_as_bucket_view": True}),
+        (2, "float16", {"error_feedback": False}, {"static_graph": True}),
+        (2, "float64", {"nonfinite": "raise"}, {"find_unused_parameters": True}),
+    ],
+)
+def test_parameters_stay_equal_on_all_ranks(run, store, world, dtype, options, ddp):
+    settle(run(world, train_by_each, world, store, dtype, options, ddp))
+
+
+needs_hosts = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+SHARING = {"TORCH_IROH_SHARED_MEMORY": "auto"}  # the ranks of a host are one site
+
+
+@needs_hosts
+@pytest.mark.parametrize("layout", ["2x2", "2x2 interleaved", "2+1"])
+def test_parameters_stay_equal_where_ranks_share_a_host(store, layout):
+    with on_hosts(LAYOUTS[layout], SHARING) as ranks:
+        settle(ranks.run(train_by_each, ranks.world, store, "float32", {"momentum": True}, {}))
+
+
+def train_two_models(rank: int, world: int, store: str) -> list[str]:
+    join(rank, world, store)
+    models = [make_model(), make_model()]
+    every = []
+    for model, hook in zip(models, ("int8", "topk"), strict=True):
+        every.append((wrapped(model, hook, {"group": dist.new_group(backend="iroh")})[0], sgd(model)))
+    for number in range(3):
+        for distributed, optimizer in every:
+            step_of(distributed, optimizer, rank, number)
+    dist.destroy_process_group()
+    return [digest(model) for model in models]
+
+
+def test_models_with_a_group_each_go_their_own_ways(run, store):
+    first, second = run(2, train_two_models, 2, store)
+    assert first == second
+    assert first[0] != first[1]
+
+
+# ---- what is owed ----
+
+
+class Constant(torch.nn.Module):
+    """Parameters whose gradients are constants of rank and parameter, arriving in another order than theirs."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.values = torch.nn.ParameterList([torch.zeros(300 + 50 * place) for place in range(6)])
+        generator = torch.Generator().manual_seed(rank)
+        self.constants = [torch.randn(value.numel(), generator=generator) ** 3 for value in self.values]
+
+    def forward(self, times: float) -> torch.Tensor:
+        total = torch.zeros(())
+        for place in (3, 0, 5, 1, 4, 2):
+            total = total + times * (self.values[place] * self.constants[place]).sum()
+        return total
+
+
+def owe(rank: int, world: int, store: str, hook: str, steps: int, options: dict[str, Any]) -> Any:
+    """What was applied, what this rank still owes, its gradient, and DDP's buckets over the steps."""
+    join(rank, world, store)
+    model = Constant(rank)
+    seen: list[list[tuple[int, ...]]] = []
+
+    def watched(state, bucket):  # DDP compares annotations with types, not with texts
+        if bucket.index() == 0:
+            seen.append([])
+        seen[-1].append(tuple(len(one) for one in bucket.parameters()))
+        return getattr(hooks, hook)(state, bucket)
+
+    state = hooks.State(parameters=model.parameters(), **options)
+    distributed = DistributedDataParallel(model, bucket_cap_mb=0.003)
+    distributed.register_comm_hook(state, watched)
+    optimizer = sgd(model, lr=1.0)
+    for _ in range(steps):
+        with distributed.no_sync():  # a pass that waits for the next one to send it
+            distributed(0.25).backward()
+        distributed(0.75).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    assert state.step == steps
+    owed = state.residuals()
+    return (
+        [-value.detach() for value in model.values],
+        [owed.get(value, torch.zeros(value.numel())) for value in model.values],
+        model.constants,
+        seen,
+    )
+
+
+def flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.double() for tensor in tensors])
+
+
+@pytest.mark.parametrize(("world", "hook"), [(2, "topk"), (3, "topk_int8"), (2, "int4"), (3, "sign")])
+def test_what_was_applied_and_what_is_owed_are_the_gradients_also_when_buckets_are_formed_anew(run, store, world, hook):
+    results = run(world, owe, world, store, hook, 5, {})
+    nothing_is_lost(results, world, 5)
+    buckets = results[0][3]
+    assert len(buckets[0]) == 1 and len(buckets[1]) > 2, "DDP did not form its buckets anew: the test is void"
+
+
+def nothing_is_lost(results: list[Any], world: int, steps: int) -> None:
+    wanted = steps * sum(flat(gradients) for _, _, gradients, _ in results)
+    applied = world * flat(results[0][0])
+    owed = sum(flat(one) for _, one, _, _ in results)
+    assert owed.abs().max() > 0.1
+    torch.testing.assert_close(applied + owed, wanted, rtol=1e-4, atol=1e-4)
+
+
+@needs_hosts
+@pytest.mark.parametrize(("layout", "hook"), [("2x2", "topk"), ("2x2 interleaved", "int4"), ("2+1", "topk_int8")])
+def test_nothing_is_lost_and_all_is_repaid_where_ranks_share_a_host(store, layout, hook):
+    """Also what a rank owed for values that another rank of its host sends since the buckets were formed anew."""
+    with on_hosts(LAYOUTS[layout], SHARING) as ranks:
+        few = ranks.run(owe, ranks.world, store, hook, 5, {})
+        many = ranks.run(owe, ranks.world, store + "-many", hook, 60, {"density": 0.05} if hook != "int4" else {})
+    nothing_is_lost(few, len(few), 5)
+    nothing_is_lost(many, len(many), 60)
+    far = sum(flat(owed) for _, owed, _, _ in many) / 60
+    assert far.norm() < 0.25 * sum(flat(gradients) for _, _, gradients, _ in many).norm()
+
+
+@pytest.mark.parametrize("hook", SPARSE)
+def test_error_feedback_repays_what_is_below_the_threshold(run, store, hook):
+    steps, options = 60, {"density": 0.05}
+    with_feedback = run(2, owe, 2, store, hook, steps, options)
+    without = run(2, owe, 2, store + "-without", hook, steps, {**options, "error_feedback": False})
+    mean = sum(flat(gradients) for _, _, gradients, _ in with_feedback) / 2
+    far = flat(with_feedback[0][0]) / steps - mean
+    lost = flat(without[0][0]) / steps - mean
+    assert far.norm() < 0.25 * mean.norm(), far.norm() / mean.norm()
+    assert lost.norm() > 0.4 * mean.norm(), lost.norm() / mean.norm()
+
+
+# ---- warm-up ----
+
+
+def average_exactly(state, bucket):  # DDP compares annotations with types, not with texts
+    work: Any = dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG, group=state, async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def warm_up(rank: int, world: int, store: str) -> list[str]:
+    join(rank, world, store)
+    exact = dist.group.WORLD
+    compressing = dist.new_group(backend="iroh", pg_options=torch_iroh.Options(compression="int8"))
+    digests = []
+    for steps in (2, 3):
+        model = make_model()
+        distributed = DistributedDataParallel(model, bucket_cap_mb=MANY_BUCKETS)
+        distributed.register_comm_hook(exact, average_exactly)
+        for number in range(steps):
+            step_of(distributed, sgd(model), rank, number)
+        digests.append(digest(model))
+        for hook in ("int4", "topk"):
+            model = make_model()
+            distributed, _ = wrapped(model, hook, {"warmup_steps": 2, "group": compressing})
+            for number in range(steps):
+                step_of(distributed, sgd(model), rank, number)
+            digests.append(digest(model))
+    dist.destroy_process_group()
+    return digests
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_warm_up_is_exact_and_ends(run, store, world):
+    for exact, *warm, exact_after, first_after, second_after in run(world, warm_up, world, store):
+        assert warm == [exact, exact]
+        assert len({exact_after, first_after, second_after}) == 3
+
+
+# ---- checkpoints ----
+
+
+def train_and_save(
+    rank: int, world: int, store: str, hook: str, options: dict[str, Any], ddp: dict[str, Any]
+) -> tuple[dict[str, Any], str, str]:
+    """The state after 3 of 6 steps, and the parameters of an uninterrupted and of a resumed run."""
+    join(rank, world, store)
+    model = make_model()
+    distributed, state = wrapped(model, hook, options, **ddp)
+    saved = io.BytesIO()
+    for number in range(6):
+        if number == 3:
+            torch.save({"model": model.state_dict(), "hook": state.state_dict()}, saved)
+        step_of(distributed, sgd(model), rank, number)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    other = make_model()
+    other.load_state_dict(loaded["model"])
+    distributed, state = wrapped(other, hook, options, **ddp)
+    state.load_state_dict(loaded["hook"])
+    assert state.step == 3
+    for number in range(3, 6):
+        step_of(distributed, sgd(other), rank, number)
+    dist.destroy_process_group()
+    return loaded["hook"], digest(model), digest(other)
+
+
+@pytest.mark.parametrize(
+    ("world", "hook", "options"),
+    [(2, "int8", {"warmup_steps": 1}), (3, "topk_int4", {"momentum": 0.9, "density": 0.05}), (2, "sign", {})],
+)
+def test_resumed_run_equals_one_that_was_not_interrupted(run, store, world, hook, options):
+    ddp = {"find_unused_parameters": True}  # then DDP keeps its first buckets
+    for state, uninterrupted, resumed in run(world, train_and_save, world, store, hook, options, ddp):
+        assert uninterrupted == resumed
+        assert state["residuals"] and bool(state["velocities"]) == ("momentum" in options)
+
+
+def load(rank: int, world: int, store: str, states: list[dict[str, Any]]) -> Any:
+    """Loads, trains a step; what is owed after loading, and the parameters."""
+    join(rank, world, store)
+    model = make_model()
+    distributed, state = wrapped(model, "topk_int8", {"momentum": 0.9})
+    state.load_state_dict(states[rank])
+    owed = state.state_dict()["residuals"]
+    step_of(distributed, sgd(model), rank, 0)
+    dist.destroy_process_group()
+    return owed, digest(model)
+
+
+@pytest.mark.parametrize(("world", "other"), [(3, 2), (2, 3)])
+def test_merged_states_owe_the_same_with_another_number_of_ranks(run, store, world, other):
+    results = run(world, train_and_save, world, store, "topk_int8", {"momentum": 0.9}, {})
+    states = [state for state, _, _ in results]
+    merged = hooks.State.merge(states[::-1], other)
+    for kind in ("residuals", "velocities"):
+        for place in states[0][kind]:
+            before = sum(state[kind][place].double() for state in states) / world
+            after = sum(state[kind][place].double() for state in merged if place in state[kind]) / other
+            torch.testing.assert_close(after, before, rtol=1e-6, atol=1e-6)
+    loaded = run(other, load, other, store + "-other", merged)
+    for (owed, bits), state in zip(loaded, merged, strict=True):
+        assert bits == loaded[0][1]
+        assert owed.keys() == state["residuals"].keys()
+        assert all(torch.equal(owed[place], state["residuals"][place]) for place in owed)
+
+
+def test_merge_takes_one_state_of_each_rank():
+    state = {"version": 1, "step": 1, "rank": 0, "world": 2, "shapes": [], "buckets": {}}
+    state |= {"residuals": {}, "velocities": {}}
+    with pytest.raises(ValueError, match=r"each rank of 2 ranks, found ranks \[0\]"):
+        hooks.State.merge([state], 1)
+    with pytest.raises(ValueError, match="rank 1's state has step 2, rank 0's has 1"):
+        hooks.State.merge([state, {**state, "rank": 1, "step": 2}], 1)
+    with pytest.raises(ValueError, match="world is 1 or more"):
+        hooks.State.merge([state], 0)
+
+
+def refuse_states(rank: int, world: int, store: str) -> list[str]:
+    join(rank, world, store)
+    model = make_model()
+    distributed, state = wrapped(model, "topk", {"momentum": 0.9})
+    step_of(distributed, sgd(model), rank, 0)
+    saved = state.state_dict()
+    shapes = saved["shapes"]
+    wrong = [
+        (hooks.State(), saved),
+        (state, {**saved, "world": 7}),
+        (state, {**saved, "rank": 1 - rank}),
+        (state, {**saved, "version": 9}),
+        (state, {**saved, "shapes": [[3, 3], *shapes[1:]]}),
+        (state, {**saved, "shapes": [*shapes, [5]]}),
+        (state, {**saved, "shapes": shapes[:-1], "residuals": {}, "velocities": {}}),
+        (hooks.State(parameters=model.parameters()), saved),
+        (hooks.State(parameters=model.parameters(), error_feedback=False), saved),
+    ]
+    errors = []
+    for other, content in wrong:
+        try:
+            other.load_state_dict(content)
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+    dist.destroy_process_group()
+    return errors
+
+
+def test_state_that_does_not_fit_is_refused_and_the_bucket_named(run, store):
+    errors = run(2, refuse_states, 2, store)[0]
+    expected = [
+        "State(parameters=model.parameters())",
+        "one of 7 ranks, here are 2",
+        "what rank 1 owes; this is rank 0",
+        "version 9",
+        "bucket 0, parameter 0: expected shape [40, 24], found [3, 3]",
+        "bucket (none), parameter 8: expected shape none, found [5]",
+        "parameter 7: expected shape [40], found none",
+        "made without momentum",
+        "made without error_feedback",
+    ]
+    for error, text in zip(errors, expected, strict=True):
+        assert text in error, error
+
+
+# ---- options ----
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"warmup_steps": -1},
+        {"momentum": 1.0},
+        {"momentum": 0.5, "error_feedback": False},
+        {"density": 0.0},
+        {"density": 1.5},
+        {"block": 100},
+        {"block": 8192},
+        {"rounding": "up"},
+        {"nonfinite": "hide"},
+    ],
+)
+def test_options_out_of_range_are_refused(options):
+    with pytest.raises(ValueError, match=next(iter(options)).split("_")[0]):
+        hooks.State(**options)
+
+
+def use_options(rank: int, world: int, store: str, cases: list[tuple[str, dict[str, Any]]]) -> list[str]:
+    join(rank, world, store)
+    errors = []
+    for hook, options in cases:
+        model = make_model()
+        distributed, _ = wrapped(model, hook, options)
+        try:
+            step_of(distributed, sgd(model), rank, 0)
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+    dist.destroy_process_group()
+    return errors
+
+
+def test_option_that_a_codec_has_no_use_for_is_refused_when_the_hook_is_called(run, store):
+    useless = [("int8", "density", 0.1), ("fp8", "rounding", "nearest"), ("topk", "block", 64)]
+    useless += [("sign", "momentum", 0.9), ("bf16_compress", "block", 32), ("topk", "rounding", "stochastic")]
+    cases = [(hook, {option: value}) for hook, option, value in useless]
+    cases.append(("topk_int4", {"density": 0.1, "block": 64, "rounding": "stochastic", "momentum": 0.5}))
+    (errors,) = run(1, use_options, 1, store, cases)
+    assert errors.pop() == ""
+    for error, (_, option, value) in zip(errors, useless, strict=True):
+        assert error.startswith(f"State({option}={value!r})"), error
+
+
+# ---- momentum ----
+
+DENSITY, MOMENTUM, COUNT = 0.05, 0.9, 2000
+
+
+def draw(rank: int, number: int) -> torch.Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(100 * rank + number))
+
+
+class Drawn(torch.nn.Module):
+    """Its gradient is the draw of that number."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.values = torch.nn.Parameter(torch.zeros(COUNT))
+
+    def forward(self, number: int) -> torch.Tensor:
+        return (self.values * draw(self.rank, number)).sum()
+
+
+def descend(rank: int, world: int, store: str, steps: int, warmup: int) -> torch.Tensor:
+    join(rank, world, store)
+    model = Drawn(rank)
+    options = {"momentum": MOMENTUM, "density": DENSITY, "warmup_steps": warmup}
+    distributed, _ = wrapped(model, "topk", options)
+    optimizer = sgd(model, lr=1.0)
+    for number in range(steps):
+        distributed(number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.destroy_process_group()
+    return -model.values.detach()
+
+
+def largest(values: torch.Tensor, density: float) -> torch.Tensor:
+    kept = torch.zeros_like(values, dtype=torch.bool)
+    kept[values.abs().topk(-int(-density * len(values) // 1)).indices] = True
+    return kept
+
+
+def deep_gradient_compression(steps: int, warmup: int) -> torch.Tensor:
+    """Two ranks in float64. Each owns a half: adds its values to what the other sent, and tells the sum's largest."""
+    u, v = [torch.zeros(2, COUNT, dtype=torch.float64) for _ in range(2)]
+    applied = torch.zeros(COUNT, dtype=torch.float64)
+    for number in range(steps):
+        u = MOMENTUM * u + torch.stack([draw(rank, number).double() for rank in range(2)])
+        if number < warmup:
+            applied += u.mean(0)
+            continue
+        v += u
+        for owner in range(2):
+            half = slice(owner * COUNT // 2, (owner + 1) * COUNT // 2)
+            other = 1 - owner
+            sent = largest(v[other, half], DENSITY)
+            total = v[owner, half] + v[other, half] * sent
+            told = largest(total, 2 * DENSITY)
+            applied[half] += total * told / 2
+            v[other, half] *= ~sent
+            v[owner, half] = total * ~told
+            u[owner, half] *= ~told
+            u[other, half] *= ~(sent & told)
+    return applied
+
+
+def test_momentum_correction_is_that_of_deep_gradient_compression(run, store):
+    steps = 8
+    first, second = run(2, descend, 2, store, steps, 3)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first.double(), deep_gradient_compression(steps, 3), rtol=1e-4, atol=1e-4)
+
+
+def test_momentum_without_compression_is_that_of_sgd(run, store):
+    (applied,) = run(1, descend, 1, store, 6, 2)
+    torch.testing.assert_close(applied.double(), deep_gradient_of_one(6), rtol=1e-5, atol=1e-5)
+
+
+def deep_gradient_of_one(steps: int) -> torch.Tensor:
+    u, applied = torch.zeros(COUNT, dtype=torch.float64), torch.zeros(COUNT, dtype=torch.float64)
+    for number in range(steps):
+        u = MOMENTUM * u + draw(0, number).double()
+        applied += u
+    return applied
+
+
+# ---- beside them ----
+
+
+def autocast(rank: int, world: int, store: str) -> str:
+    join(rank, world, store)
+    model = make_model()
+    distributed, _ = wrapped(model, "int8", {})
+    for number in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            step_of(distributed, sgd(model), rank, number)
+    dist.destroy_process_group()
+    return digest(model)
+
+
+def sparse_gradients(rank: int, world: int, store: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """An embedding with sparse gradients travels exactly, beside a layer that is compressed."""
+    join(rank, world, store)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(50, 40, sparse=True), torch.nn.Linear(40, 40))
+    start = model[0].weight.detach().clone()
+    distributed, _ = wrapped(model, "int8", {})
+    distributed(torch.tensor([rank, 7])).sum().backward()
+    sgd(model, lr=1.0).step()
+    moved = start - model[0].weight.detach()
+    dist.destroy_process_group()
+    return moved, model[1].weight.detach()
+
+
+def not_a_number(rank: int, world: int, store: str) -> tuple[str, bool]:
+    """What a NaN of rank 0 does with nonfinite="raise" (the error) and "keep" (whether it is seen)."""
+    join(rank, world, store)
+    seen = []
+    for nonfinite in ("keep", "raise"):
+        model = Constant(rank)
+        if rank == 0:
+            model.constants[2][5] = float("nan")
+        distributed, _ = wrapped(model, "int8", {"nonfinite": nonfinite})
+        try:
+            distributed(1.0).backward()
+            seen.append(str(bool(model.values[2].grad[5].isnan())))  # type: ignore[index]
+        except (RuntimeError, ValueError) as error:
+            seen.append(str(error))
+    return seen[1], seen[0] == "True"
+
+
+def power_sgd(rank: int, world: int, store: str) -> str:
+    join(rank, world, store)
+    model = make_model()
+    distributed = DistributedDataParallel(model)  # one bucket
+    state = powerSGD_hook.PowerSGDState(dist.group.WORLD, start_powerSGD_iter=2, min_compression_rate=0.5)
+    distributed.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    for number in range(5):
+        step_of(distributed, sgd(model), rank, number)
+    assert 0 < state.total_numel_after_compression < state.total_numel_before_compression
+    dist.destroy_process_group()
+    return digest(model)
+
+
+@pytest.mark.parametrize("scenario", [autocast, power_sgd])
+def test_ranks_stay_equal_with(run, store, scenario: Callable[..., str]):
+    assert len(set(run(3, scenario, 3, store))) == 1
+
+
+def test_sparse_gradients_are_averaged_exactly(run, store):
+    first, second = run(2, sparse_gradients, 2, store)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
+    assert first[0][:2].ne(0).all() and first[0][7].ne(0).all() and not first[0][8:].any()
+    torch.testing.assert_close(first[0][7], 2 * first[0][0])
+
+
+def test_nan_is_seen_by_all_or_raised(run, store):
+    results = run(2, not_a_number, 2, store)
+    assert all(seen for _, seen in results)
+    assert "not finite" in results[0][0]
+    assert results[1][0]
