@@ -192,7 +192,7 @@ class ColumnSum : public std::enable_shared_from_this<ColumnSum> {
       if (member == me_) continue;
       const std::uint64_t count = ranges_[member].count;
       load(member, values.get());
-      codec::encode(codec_, {values.get(), count}, mixed(seed_, member), out_.of(member), sent.get());
+      write([&] { codec::encode(codec_, {values.get(), count}, mixed(seed_, member), out_.of(member), sent.get()); });
       if (float* residual = residual_of(member)) subtract(values.get(), sent.get(), residual, count);
     }
   }
@@ -215,9 +215,21 @@ class ColumnSum : public std::enable_shared_from_this<ColumnSum> {
     own_ = std::make_unique_for_overwrite<std::byte[]>(sums_.sizes[me_]);
     sums_.allocate();
     float* const residual = residual_of(me_);
-    codec::encode(codec, {sum_.get(), count}, mixed(seed_, column_->size()), {own_.get(), sums_.sizes[me_]}, residual);
+    write([&] {
+      codec::encode(codec, {sum_.get(), count}, mixed(seed_, column_->size()), {own_.get(), sums_.sizes[me_]},
+                    residual);
+    });
     if (residual != nullptr) subtract(sum_.get(), residual, residual, count);
     sum_.reset();
+  }
+
+  template <typename Write>
+  void write(const Write& to) const {
+    try {
+      to();
+    } catch (const Error& error) {
+      throw Error(error.kind(), "rank " + std::to_string(rank_) + " cannot send it: " + error.what());
+    }
   }
 
   template <typename Read>
@@ -449,12 +461,16 @@ std::vector<CompressedPart> compressed_all_gather(const Compression& how, const 
   part.call.request.blocks = gathered->frames.sizes;
   part.call.work.keep = gathered;
   part.call.prepare = [gathered, codec = how.codec, seed = how.seed, dtype = work.dtype, input = work.input, block,
-                       size](CollectiveCall& ready) {
+                       size, rank = rank_in(how.sites)](CollectiveCall& ready) {
     const auto values = std::make_unique_for_overwrite<float[]>(block);
     widen(dtype, input, values.get(), block);
     gathered->own = std::make_unique_for_overwrite<std::byte[]>(size);
     gathered->frames.allocate();
-    codec::encode(codec, {values.get(), block}, seed, {gathered->own.get(), size});
+    try {
+      codec::encode(codec, {values.get(), block}, seed, {gathered->own.get(), size});
+    } catch (const Error& error) {
+      throw Error(error.kind(), "rank " + std::to_string(rank) + " cannot send it: " + error.what());
+    }
     ready.work.input = gathered->own.get();
     ready.work.output = gathered->frames.bytes.get();
   };
