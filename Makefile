@@ -57,6 +57,7 @@ bench: $(VENV)/installed-test native
 	$(bin)/python benchmarks/host.py $(ARGS)
 	$(bin)/python benchmarks/messages.py
 	$(bin)/python benchmarks/ddp.py
+	$(bin)/python benchmarks/compression.py
 
 lint: $(VENV)/installed-dev
 	$(bin)/clang-format --dry-run -Werror $(cpp_files)

@@ -428,7 +428,7 @@ std::vector<CompressedPart> compressed_reduce_scatter(const Compression& how, co
     ready.work.input = memory->packed.get();
   };
   parts.push_back({std::move(first), {}});
-  parts.push_back({sum->exchange(), finish});
+  parts.push_back({sum->exchange(), [memory, finish] { finish(); }});
   return parts;
 }
 

@@ -270,7 +270,7 @@ void Group::begin(Queued queued) {
     return fail(Error(ErrorKind::invalid, description + ": " + refused.what()), true);
   }
   Past past{description, {}};
-  if (request.op == Op::all_to_all) past.amounts = request.blocks;
+  if (request.op == Op::all_to_all) past.amounts = amounts_by_rank(request, request.blocks);
   const Choice choice{request.op, request.algorithm, known_bytes(request, size_of(call.work.dtype)).value_or(0),
                       call.predicted_ns};
   current_.emplace(Running{queued.sequence, std::move(past), signature, call.timeout, queued.deadline, execution,

@@ -46,6 +46,9 @@ struct GroupOptions {
 // What data counts that comes, or goes, before its operation is announced.
 std::uint64_t charge_of(std::size_t bytes);
 
+// Blocks of an all_to_all by rank, 0 for who is not among its members.
+std::vector<std::uint64_t> amounts_by_rank(const Request& request, const std::vector<std::uint64_t>& blocks);
+
 struct GroupStats {
   std::uint64_t collectives = 0;  // finished
   double busy_seconds = 0;        // wall time with at least one operation in flight

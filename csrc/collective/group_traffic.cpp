@@ -22,12 +22,27 @@ std::uint64_t charge_of(std::size_t bytes) {
   return std::max<std::uint64_t>(bytes, kLeastCharge);
 }
 
+std::vector<std::uint64_t> amounts_by_rank(const Request& request, const std::vector<std::uint64_t>& blocks) {
+  if (!request.members) return blocks;
+  std::vector<std::uint64_t> amounts(static_cast<std::size_t>(request.world));
+  for (std::size_t i = 0; i < blocks.size(); ++i) amounts[static_cast<std::size_t>((*request.members)[i])] = blocks[i];
+  return amounts;
+}
+
 void Group::announce(std::uint64_t sequence, const Request& request, const std::string& description,
                      const Execution& execution) {
   std::vector<bool> needed(static_cast<std::size_t>(world_));
   for (const int peer : execution.peers()) needed[static_cast<std::size_t>(peer)] = true;
   // Two ranks of an all_to_all that have nothing for each other must agree on that too.
-  const bool everyone = request.op == Op::all_to_all;
+  std::vector<bool> must_agree(static_cast<std::size_t>(world_));
+  std::vector<std::uint64_t> amounts;
+  if (request.op == Op::all_to_all) {
+    amounts = amounts_by_rank(request, request.send_blocks);
+    must_agree.assign(must_agree.size(), !request.members);
+    for (std::int32_t i = 0; request.members && i < participants(request); ++i) {
+      must_agree[static_cast<std::size_t>((*request.members)[static_cast<std::size_t>(i)])] = true;
+    }
+  }
   Message announcement{.kind = MessageKind::call};
   announcement.sequence = sequence;
   announcement.text = description;
@@ -36,8 +51,8 @@ void Group::announce(std::uint64_t sequence, const Request& request, const std::
     const Peer& entry = peers_[index];
     // A rank that said goodbye may have sent already all that this operation needs of it.
     if (needed[index] && entry.lost && (!entry.left || execution.sends_to(peer))) throw gone(peer);
-    if (peer == rank_ || entry.lost || !(needed[index] || everyone)) continue;
-    if (everyone) announcement.bytes = request.send_blocks[index];
+    if (peer == rank_ || entry.lost || !(needed[index] || must_agree[index])) continue;
+    if (must_agree[index]) announcement.bytes = amounts[index];
     transport_->send_control(peer, encode(announcement));
   }
 }

@@ -34,7 +34,7 @@ struct Record {
   std::string site{};   // ranks that name the same site have a fast network between them; empty: not said
   HostIntroduction sharing{};
   std::string plan{};         // what the user fixed of how collectives run; equal on all ranks
-  std::string compression{};  // between sites; equal on all ranks
+  std::string compression = "none";  // between sites; equal on all ranks
   bool probe = false;         // wants the links measured
   iroh::EndpointAddr addr;
 };
@@ -56,7 +56,7 @@ struct JoinRequest {
   Duration timeout{};
   std::string site{};               // equal on all ranks of a host
   std::string plan{};               // equal on all ranks
-  std::string compression{};        // equal on all ranks
+  std::string compression = "none";  // equal on all ranks
   bool probe = false;               // with the other ranks if all want it
   Sharing sharing = Sharing::none;  // at most, with the other ranks of this host if all of them want it too
 };

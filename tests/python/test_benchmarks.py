@@ -115,6 +115,17 @@ def test_ddp_compares_a_step_with_what_it_must_cost():
     assert "of the bound" in done.stdout and "equal: yes" in done.stdout
 
 
+@pytest.mark.timeout(240)
+def test_compression_compares_each_codec_with_torch_and_positions_with_their_entropy():
+    codecs, positions = run_quick("compression.py")
+    assert {row["by"] for row in codecs if row["codec"] in ("bf16", "fp8", "int8", "topk")} == {"torch", "iroh"}
+    for row in codecs:
+        assert float(row["enc_GBps"]) > 0 and float(row["dec_GBps"]) > 0
+        assert float(row["ratio"]) >= 0.99
+        assert row["codec"] == "none" or 0 < float(row["error"]) < 1
+    assert all(0 <= float(row["over"]) < 1 for row in positions if int(row["kept"]) > 50)  # few: whole bytes
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
