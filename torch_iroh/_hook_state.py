@@ -184,6 +184,8 @@ class State:
 
         def finish(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
             averaged = done.value()[0]
+            if velocity is not None:  # what is not finite was seen, and would come again in every later step
+                torch.nan_to_num_(velocity, 0.0, 0.0, 0.0)
             if before is not None and velocity is not None:
                 velocity.masked_fill_((before != residual) & (averaged.to("cpu") != 0), 0.0)
             return averaged

@@ -1,6 +1,8 @@
 #include "collective/compressed.hpp"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -78,6 +80,32 @@ std::vector<CompressedPart> flat_all_reduce(const Compression& how, const Work& 
   return parts;
 }
 
+// What this rank owes for values that another of its site contributes to the other sites (since buffers were formed
+// anew, or ranks were others) goes into the site's own sum. Values of a narrow type take what they can.
+std::function<void(CollectiveCall&)> hand_over(const Compression& how, const Work& work, std::uint64_t count,
+                                               Range own) {
+  if (how.residual == nullptr) return {};
+  return [residual = how.residual, dtype = work.dtype, output = work.output, count, own](CollectiveCall&) {
+    constexpr std::uint64_t kPiece = 4096;
+    std::array<float, kPiece> values;
+    const auto add = [&](std::uint64_t from, std::uint64_t to) {
+      for (; from < to; from += std::min(kPiece, to - from)) {
+        const std::uint64_t size = std::min(kPiece, to - from);
+        float* const owed = residual + from;
+        if (std::all_of(owed, owed + size, [](float one) { return one == 0.0F; })) continue;
+        std::byte* const at = output + from * size_of(dtype);
+        widen(dtype, at, values.data(), size);
+        for (std::uint64_t i = 0; i < size; ++i) owed[i] += values[i];
+        narrow(dtype, owed, 1.0F, at, size);
+        widen(dtype, at, values.data(), size);
+        for (std::uint64_t i = 0; i < size; ++i) owed[i] = std::isfinite(values[i]) ? owed[i] - values[i] : 0.0F;
+      }
+    };
+    add(0, own.offset);
+    add(own.offset + own.count, count);
+  };
+}
+
 std::vector<CompressedPart> sharded_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
                                                std::int32_t world, std::int32_t rank) {
   const Hosts& sites = how.sites;
@@ -99,6 +127,7 @@ std::vector<CompressedPart> sharded_all_reduce(const Compression& how, const Wor
   parts[0].call.request.blocks = blocks;
   parts[0].call.work.input = work.output;
   parts[0].call.work.output = part.get();
+  parts[0].call.prepare = hand_over(how, work, count, shard);
   parts[1].call = sum->exchange();
   parts[2].call = sum->tell();
   parts[3].call = inside(how.title, Op::all_gather, mine, sum_of(work));
@@ -123,6 +152,7 @@ std::vector<CompressedPart> led_all_reduce(const Compression& how, const Work& w
     parts[one].call.request.root = leader;
     parts[one].call.request.count = count;
   }
+  parts[0].call.prepare = hand_over(how, work, count, rank == leader ? Range{0, count} : Range{});
   if (rank != leader) {
     parts[1].call = nothing(how.title, rank);
     parts[2].call = nothing(how.title, rank);
