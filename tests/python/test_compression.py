@@ -1,5 +1,5 @@
-"""Compressed collectives between real processes: errors within the codec's bounds, equal bits on all ranks, nothing lost
-that error feedback should repay, and exactness where it is promised.
+"""Compressed collectives between real processes: errors within the codec's bounds, equal bits on all ranks, nothing
+lost that error feedback should repay, and exactness where it is promised.
 
 Ranks here share no memory unless a test says so, so each is a site of its own.
 """
