@@ -79,7 +79,9 @@ class State:
     masking, section 3.2). In warm-up, and where nothing is compressed, u stays: that is SGD with momentum.
 
     **Checkpoints**: each rank saves its own :meth:`state_dict`. A run that goes on from it equals one that was never
-    interrupted, bit for bit, with rounding "nearest" (the seed of stochastic rounding counts a process's calls).
+    interrupted, bit for bit, where DDP's buckets are the same. With ``find_unused_parameters=True`` they are; else DDP
+    forms them anew after its first step, so a resumed run's first step puts other values side by side: nothing is lost,
+    but roundings differ. So do those of rounding "stochastic", whose seed counts a process's calls.
 
     **Another number of ranks**: a rank's residual is what *it* owes to the mean of all ranks' gradients, divided by
     their number. :meth:`merge` gives states for another number, by which the same is owed in all.

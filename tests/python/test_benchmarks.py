@@ -6,6 +6,7 @@ No figure is judged here: these machines are shared, and --quick measures next t
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 import subprocess
@@ -124,6 +125,18 @@ def test_compression_compares_each_codec_with_torch_and_positions_with_their_ent
         assert float(row["ratio"]) >= 0.99
         assert row["codec"] == "none" or 0 < float(row["error"]) < 1
     assert all(0 <= float(row["over"]) < 1 for row in positions if int(row["kept"]) > 50)  # few: whole bytes
+
+
+@pytest.mark.timeout(240)
+def test_compression_quality_trains_equal_ranks_with_fewer_bytes(tmp_path):
+    output, plot = tmp_path / "curves.json", tmp_path / "curves.svg"
+    (table,) = run_quick("compression_quality.py", "--ranks", "2", "--output", str(output), "--plot", str(plot))
+    assert [row["codec"] for row in table] == ["exact"] * 2 + ["int8"] * 2 + ["int4"] * 2 + ["topk-int8"] * 2
+    assert {row["equal"] for row in table} == {"yes"}
+    fewer = [float(row["fewer"]) for row in table if row["seed"] == "mean"]
+    assert fewer == sorted(fewer) and fewer[0] == 1.0 and fewer[1] > 3
+    assert [one["codec"] for one in json.loads(output.read_text())["runs"]] == ["exact", "int8", "int4", "topk-int8"]
+    assert "<svg" in plot.read_text()
 
 
 @pytest.mark.parametrize(
