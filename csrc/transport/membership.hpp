@@ -33,9 +33,9 @@ struct Record {
   std::string host;     // for error texts
   std::string site{};   // ranks that name the same site have a fast network between them; empty: not said
   HostIntroduction sharing{};
-  std::string plan{};         // what the user fixed of how collectives run; equal on all ranks
+  std::string plan{};                // what the user fixed of how collectives run; equal on all ranks
   std::string compression = "none";  // between sites; equal on all ranks
-  bool probe = false;         // wants the links measured
+  bool probe = false;                // wants the links measured
   iroh::EndpointAddr addr;
 };
 
@@ -54,11 +54,11 @@ struct JoinRequest {
   std::uint32_t chunk_bytes = 0;
   std::string members;
   Duration timeout{};
-  std::string site{};               // equal on all ranks of a host
-  std::string plan{};               // equal on all ranks
+  std::string site{};                // equal on all ranks of a host
+  std::string plan{};                // equal on all ranks
   std::string compression = "none";  // equal on all ranks
-  bool probe = false;               // with the other ranks if all want it
-  Sharing sharing = Sharing::none;  // at most, with the other ranks of this host if all of them want it too
+  bool probe = false;                // with the other ranks if all want it
+  Sharing sharing = Sharing::none;   // at most, with the other ranks of this host if all of them want it too
 };
 
 // What it takes for members to meet again (probe.hpp).
