@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "c10d/group_maker.hpp"
 #include "c10d/process_group.hpp"
 #include "iroh/library.hpp"
 

@@ -5,130 +5,23 @@
 #include <future>
 #include <utility>
 
-#include "base/rank_text.hpp"
+#include "c10d/group_maker.hpp"
 #include "c10d/held.hpp"
 #include "c10d/tensors.hpp"
-#include "collective/hierarchy.hpp"
-#include "transport/in_process.hpp"
-#include "transport/membership.hpp"
-#include "transport/probe.hpp"
-#include "transport/routed.hpp"
 
 namespace torch_iroh::c10d_backend {
 namespace {
 
 using collective::Op;
 
-// A process that ends does not wait longer for what it has sent.
+// How long what was sent may take to arrive: when a group is left, and when its process ends.
+constexpr Duration kLinger = milliseconds(60000);
 constexpr Duration kExitLinger = milliseconds(2000);
 
-// c10d's store behind the few functions that the core knows. Any Store has these.
-class StoreAdapter final : public transport::KeyValueStore {
- public:
-  explicit StoreAdapter(c10::intrusive_ptr<::c10d::Store> store) : store_(std::move(store)) {}
-
-  void set(const std::string& key, const std::vector<std::uint8_t>& value) override { store_->set(key, value); }
-  std::vector<std::uint8_t> get(const std::string& key) override { return store_->get(key); }
-  bool has(const std::string& key) override { return store_->check({key}); }
-  std::int64_t add_one(const std::string& key) override { return store_->add(key, 1); }
-
-  bool wait(const std::vector<std::string>& keys, Duration timeout) override {
-    const auto budget = std::chrono::duration_cast<std::chrono::milliseconds>(timeout);
-    try {
-      store_->wait(keys, std::max(budget, std::chrono::milliseconds(1)));
-      return true;
-    } catch (const std::exception&) {
-      // A time-out, or a broken store: asking once more tells which, because a broken one throws again.
-      return store_->check(keys);
-    }
-  }
-
- private:
-  const c10::intrusive_ptr<::c10d::Store> store_;
-};
-
-std::function<void(bool)>& group_preparer() {
-  static std::function<void(bool)> preparer;
-  return preparer;
-}
-
-// None where the world is flat (one host, or one rank on every host and no sites), unless somebody asks for levels:
-// then they are those of its bounded fan-out.
-std::shared_ptr<const collective::Hierarchy> hierarchy_of(
-    int world, const std::vector<std::vector<std::vector<std::int32_t>>>& levels, bool asked) {
-  std::vector<std::vector<std::vector<std::int32_t>>> telling;
-  for (const auto& groups : levels) {
-    const auto size = static_cast<int>(groups.size());
-    if (size == 1 || size == world || (!telling.empty() && telling.back().size() == groups.size())) continue;
-    telling.push_back(groups);
-  }
-  if (telling.empty() && !asked) return nullptr;
-  return std::make_shared<const collective::Hierarchy>(collective::Hierarchy::of_groups(world, telling));
-}
-
-std::shared_ptr<transport::Transport> best_roads(const transport::Joined& joined, Duration peer_timeout) {
-  if (!joined.team) return joined.transport;
-  return transport::make_routed(joined.transport, joined.team, peer_timeout);
-}
-
-// Who asks for an algorithm or a plan means one between ranks that send to each other.
-bool shares_collectives(const transport::Joined& joined, const collective::GroupOptions& options) {
-  return joined.team && joined.team->is_whole() && options.pins.empty();
-}
-
-struct Places {
-  std::vector<Hosts::Ranks> hosts;
-  std::vector<Hosts::Ranks> sites;  // with cheap bytes between them
-};
-
-// Ranks of a host that share no memory pay for their bytes as those of different hosts do, unless a site is named.
-std::vector<Hosts::Ranks> sites_of(const transport::Joined& joined, int world) {
-  if (joined.hosts_share || joined.names_sites) return joined.levels.back();
-  std::vector<Hosts::Ranks> alone;
-  for (std::int32_t rank = 0; rank < world; ++rank) alone.push_back({rank});
-  return alone;
-}
-
-// `places` becomes the ranks by host and by site, `prefix` that of the group's keys in the store.
-std::shared_ptr<collective::Group> make_group(const c10::intrusive_ptr<::c10d::Store>& store, int rank, int size,
-                                              const IrohOptions& options, Places& places, std::string& prefix) {
-  collective::GroupOptions group_options;
-  group_options.name = options.group_name;
-  group_options.chunk_bytes = options.resolved_chunk_bytes();
-  group_options.pins = options.resolved_pins();
-  const bool eager = options.resolved_eager();
-  const link::NodeOptions node_options = options.resolved_node_options();
-  group_preparer()(size > 1);
-  if (size == 1) return collective::Group::make(transport::make_in_process(1).front(), group_options);
-
-  StoreAdapter adapter(store);
-  transport::JoinRequest request;
-  request.rank = rank;
-  request.world = size;
-  request.chunk_bytes = options.resolved_chunk_bytes();
-  request.members = numbers_text(options.global_ranks_in_group);
-  request.timeout = options.timeout;
-  request.sharing = options.resolved_shared_memory();
-  request.site = options.resolved_site();
-  request.plan = group_options.pins.text();
-  request.compression = codec::to_string(options.resolved_compression());
-  request.probe = options.resolved_probe();
-  const auto node = link::Node::shared(node_options);
-  auto joined = transport::join_group(adapter, node, request);
-  places.hosts = joined.levels.front();
-  prefix = joined.meeting.prefix;
-  group_options.chunk_bytes = joined.chunk_bytes;
-  const auto network = joined.probe ? transport::probe_network(adapter, node, request, joined) : std::nullopt;
-  if (network) joined.levels.back() = transport::grouped(network->site_of);
-  places.sites = sites_of(joined, size);
-  group_options.hierarchy =
-      hierarchy_of(size, joined.levels, group_options.pins.names(collective::Algorithm::hierarchical));
-  if (network) group_options.costs = std::make_shared<const collective::Costs>(*network, group_options.hierarchy);
-  group_options.peer_timeout = node_options.link.peer_timeout;
-  auto group = collective::Group::make(best_roads(joined, group_options.peer_timeout), group_options,
-                                       shares_collectives(joined, group_options) ? joined.team : nullptr);
-  if (eager) group->connect_all();
-  return group;
+void leave_group(collective::Group& group, Inner* inner, Duration linger) {
+  const bool broken = group.failure().has_value();
+  group.shutdown(linger);
+  if (inner != nullptr) inner->close(!broken);
 }
 
 // What is left of a process group when its process ends.
@@ -137,11 +30,7 @@ struct Living {
   std::weak_ptr<Inner> inner;
 
   void leave() const {
-    const auto own = group.lock();
-    if (!own) return;
-    const bool broken = own->failure().has_value();
-    own->shutdown(kExitLinger);
-    if (const auto parts = inner.lock()) parts->close(!broken);
+    if (const auto own = group.lock()) leave_group(*own, inner.lock().get(), kExitLinger);
   }
 };
 
@@ -176,10 +65,6 @@ c10::intrusive_ptr<IrohOptions> options_for(const char* op, const c10::intrusive
 
 }  // namespace
 
-void set_group_preparer(std::function<void(bool network)> preparer) {
-  group_preparer() = std::move(preparer);
-}
-
 void leave_all_process_groups() {
   for (const Living& one : living().take()) one.leave();
 }
@@ -188,12 +73,11 @@ ProcessGroupIroh::ProcessGroupIroh(const c10::intrusive_ptr<::c10d::Store>& stor
                                    c10::intrusive_ptr<IrohOptions> options)
     : ::c10d::Backend(rank, size), options_(std::move(options)) {
   try {
-    Places places;
-    std::string prefix;
-    group_.assign(make_group(store, rank, size, *options_, places, prefix));
-    if (places.sites.empty()) places.sites = {{0}};
-    compressor_ = std::make_unique<Compressor>(options_->resolved_compression(), Hosts(places.sites, rank), rank, size);
-    if (!places.hosts.empty()) make_inner_parts(store, Hosts(std::move(places.hosts), rank), std::move(prefix));
+    MadeGroup made = make_group(store, rank, size, *options_);
+    group_.assign(std::move(made.group));
+    compressor_ =
+        std::make_unique<Compressor>(options_->resolved_compression(), Hosts(std::move(made.sites), rank), rank, size);
+    if (!made.hosts.empty()) make_inner_parts(store, Hosts(std::move(made.hosts), rank), std::move(made.prefix));
     living().add({group_.shared(), inner_.shared()});
   } catch (const Error& error) {
     std::rethrow_exception(to_torch(error));
@@ -227,9 +111,7 @@ void ProcessGroupIroh::shutdown() {
   if (group_.in_child()) return;
   // As the group does with what it has in flight itself.
   if (inner_) inner_->finish_for(std::chrono::milliseconds(500));
-  const bool broken = group_->failure().has_value();
-  group_->shutdown();
-  if (inner_) inner_->close(!broken);
+  leave_group(*group_, inner_.shared().get(), kLinger);
 }
 
 void ProcessGroupIroh::abort() {

@@ -21,9 +21,6 @@
 
 namespace torch_iroh::c10d_backend {
 
-// Runs before the first group of more than one rank is made: opens the iroh library.
-void set_group_preparer(std::function<void(bool network)> preparer);
-
 // Of this process, at its end: what is in flight fails, and the others hear that this rank has left.
 void leave_all_process_groups();
 

@@ -40,6 +40,18 @@ std::uint64_t kept(const Codec& codec, std::uint64_t count);
 
 std::size_t frame_bytes(const Codec& codec, std::uint64_t count);
 
+// What becomes of a value:
+//   none, topk        itself
+//   bf16              the nearest, as torch's cast: what is beyond the largest becomes infinite
+//   fp8               the nearest times a power of two by block; infinite ones become NaN (fp8_e5m2: stay)
+//   int8, int4        a multiple of the block's scale, at most half of it off (stochastic: less than all of it, and
+//   right
+//                     on average). In a block that holds a NaN or an infinity those stay; int8's other values are then
+//                     fp8_e5m2, int4's become NaN
+//   sign              its sign times the mean magnitude of the block; a block that holds NaN or infinity becomes NaN
+//   topk*             0 if it is not kept; NaN counts as larger than infinity, of equal ones the first are kept
+// No finite value becomes infinite but in bf16; within the last binade of float32 the error may be larger.
+//
 // `frame` has frame_bytes(). `decoded`, if not null, receives what decode() gives; it may be `values`. `seed` is for
 // stochastic rounding: equal seeds give equal frames. Throws Error(invalid) for what refuses_nonfinite refuses.
 void encode(const Codec& codec, std::span<const float> values, std::uint64_t seed, std::span<std::byte> frame,

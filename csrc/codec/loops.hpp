@@ -9,6 +9,7 @@
 
 namespace torch_iroh::codec {
 namespace {
+
 // ---- all blocks of a buffer ----
 
 template <class Block>

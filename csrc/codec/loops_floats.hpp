@@ -7,6 +7,7 @@
 
 namespace torch_iroh::codec {
 namespace {
+
 // ---- 8-bit floats: the bits that torch's casts give ----
 
 struct E4M3 {

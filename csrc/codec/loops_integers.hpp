@@ -15,6 +15,7 @@
 
 namespace torch_iroh::codec {
 namespace {
+
 // ---- int8, int4 ----
 
 // Floats as integers of the same order.
@@ -66,11 +67,11 @@ inline Grid grid_of(const Blocks& blocks, Range range, i32 top) {
   return {scale, inverse, -least(below, finite), least(above, finite), zero};
 }
 
+// The lowest byte of kRounder's bits is 0, so that of the sum is the rounded number.
 inline void quantise(const float* __restrict values, size_t count, Grid grid, u8* __restrict codes) {
   for (size_t i = 0; i < count; ++i) {
     const float steps = least(most(values[i] * grid.inverse, grid.least), grid.most);
-    codes[i] =
-        static_cast<u8>(bits_of(steps + kRounder) + static_cast<u32>(grid.zero));  // kRounder ends in a zero byte
+    codes[i] = static_cast<u8>(bits_of(steps + kRounder) + static_cast<u32>(grid.zero));
   }
 }
 

@@ -80,10 +80,10 @@ std::vector<std::uint32_t> keep(std::span<const float> values, const Positions& 
   std::size_t size = 0;
   positions([&](std::uint32_t position) {
     const std::int32_t key = magnitude(values[position]);
-    const bool taken = (key > threshold) | ((key == threshold) & (equal > 0));
+    const bool taken_as_equal = (key == threshold) & (equal > 0);
     found[size] = position;
-    size += taken ? 1 : 0;
-    equal -= (key == threshold) & (equal > 0) ? 1 : 0;
+    size += ((key > threshold) | taken_as_equal) ? 1 : 0;
+    equal -= taken_as_equal ? 1 : 0;
   });
   found.resize(kept);
   return found;

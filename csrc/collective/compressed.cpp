@@ -4,11 +4,11 @@
 #include <array>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <utility>
 
 #include "base/error.hpp"
 #include "collective/builder.hpp"
+#include "collective/column_sum.hpp"
 #include "collective/reduce.hpp"
 
 namespace torch_iroh::collective {
@@ -40,221 +40,6 @@ CollectiveCall inside(const std::string& title, Op op, Members members, const Wo
   call.work = work;
   return call;
 }
-
-CollectiveCall of_frames(const std::string& title, Op op, Members members, const std::shared_ptr<void>& keep) {
-  CollectiveCall call = inside(title, op, std::move(members), {});
-  call.work.keep = keep;
-  return call;
-}
-
-// The sum of contributions has entries where any of them has: a sparse one is given twice the room, and is sent as
-// dense as its values are where that takes no more.
-codec::Codec codec_of_sums(const codec::Codec& given, std::uint64_t count) {
-  if (!codec::is_sparse(given.kind)) return given;
-  codec::Codec sparse = given;
-  sparse.density = std::min(1.0, 2 * given.density);
-  codec::Codec dense = given;
-  dense.kind = given.kind == codec::Kind::topk        ? codec::Kind::none
-               : given.kind == codec::Kind::topk_int8 ? codec::Kind::int8
-                                                      : codec::Kind::int4;
-  return codec::frame_bytes(dense, count) <= codec::frame_bytes(sparse, count) ? dense : sparse;
-}
-
-std::uint64_t mixed(std::uint64_t seed, std::uint64_t with) {  // splitmix64
-  std::uint64_t z = seed + 0x9e3779b97f4a7c15 * (with + 1);
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111eb;
-  return z ^ (z >> 31);
-}
-
-// Frames of several ranks in one buffer, in the order of members.
-struct Frames {
-  std::vector<std::uint64_t> sizes;
-  std::vector<std::uint64_t> offsets;
-  std::unique_ptr<std::byte[]> bytes;
-
-  void add(std::uint64_t size) {
-    offsets.push_back(total());
-    sizes.push_back(size);
-  }
-  std::uint64_t total() const { return sizes.empty() ? 0 : offsets.back() + sizes.back(); }
-  void allocate() { bytes = std::make_unique_for_overwrite<std::byte[]>(total()); }
-  std::span<std::byte> of(std::size_t index) const { return {bytes.get() + offsets[index], sizes[index]}; }
-};
-
-std::string whose(std::int32_t rank, const codec::Codec& codec, const std::string& what) {
-  return "what rank " + std::to_string(rank) + " sent, compressed by " + codec::to_string(codec) +
-         ", cannot be read: " + what + ". Try: the same version of torch-iroh on all ranks";
-}
-
-// Between the ranks of a column, one of each site: each owns a range of `part`, adds up what the others contribute to
-// it, and, for an all_reduce, tells the sum.
-class ColumnSum : public std::enable_shared_from_this<ColumnSum> {
- public:
-  ColumnSum(const Compression& how, const Work& work, Members column, std::int32_t rank, std::int32_t world)
-      : codec_(how.codec),
-        seed_(how.seed),
-        residual_(how.residual),
-        title_(how.title),
-        dtype_(work.dtype),
-        element_(size_of(work.dtype)),
-        divisor_(work.reduce == ReduceOp::avg ? static_cast<float>(world) : 1.0F),
-        keep_(work.keep),
-        column_(std::move(column)),
-        rank_(rank),
-        me_(static_cast<std::size_t>(std::find(column_->begin(), column_->end(), rank) - column_->begin())) {}
-
-  // The values, when they are ready, and where those of each member are among them and among the residuals.
-  void set_part(std::byte* part, std::vector<Range> ranges, std::vector<std::uint64_t> residual_offsets) {
-    part_ = part;
-    ranges_ = std::move(ranges);
-    residual_offsets_ = std::move(residual_offsets);
-  }
-  void scale_by(double factor) { factor_ = static_cast<float>(factor); }
-
-  CollectiveCall exchange() {
-    for (std::size_t member = 0; member < column_->size(); ++member) {
-      const bool mine = member == me_;
-      out_.add(mine ? 0 : codec::frame_bytes(codec_, ranges_[member].count));
-      in_.add(mine ? 0 : codec::frame_bytes(codec_, ranges_[me_].count));
-    }
-    CollectiveCall call = of_frames(title_, Op::all_to_all, column_, shared_from_this());
-    call.request.send_blocks = out_.sizes;
-    call.request.blocks = in_.sizes;
-    call.prepare = [self = shared_from_this()](CollectiveCall& ready) {
-      self->encode_contributions();
-      ready.work.input = self->out_.bytes.get();
-      ready.work.output = self->in_.bytes.get();
-    };
-    return call;
-  }
-
-  CollectiveCall tell() {
-    for (const Range& range : ranges_) sums_.add(codec::frame_bytes(codec_of_sums(codec_, range.count), range.count));
-    CollectiveCall call = of_frames(title_, Op::all_gather, column_, shared_from_this());
-    call.request.blocks = sums_.sizes;
-    call.prepare = [self = shared_from_this()](CollectiveCall& ready) {
-      self->add_up();
-      self->encode_sum();
-      ready.work.input = self->own_.get();
-      ready.work.output = self->sums_.bytes.get();
-    };
-    return call;
-  }
-
-  // After exchange(): this rank's range, in its own dtype.
-  void store_own_sum(std::byte* to) {
-    add_up();
-    narrow(dtype_, sum_.get(), divisor_, to, ranges_[me_].count);
-    sum_.reset();
-  }
-
-  // After tell(): all of the part.
-  void store_sums() {
-    std::uint64_t longest = 0;
-    for (const Range& range : ranges_) longest = std::max(longest, range.count);
-    const auto values = std::make_unique_for_overwrite<float[]>(longest);
-    for (std::size_t member = 0; member < ranges_.size(); ++member) {
-      const Range& range = ranges_[member];
-      const codec::Codec codec = codec_of_sums(codec_, range.count);
-      read(member, [&] { codec::decode(codec, sums_.of(member), {values.get(), range.count}); });
-      narrow(dtype_, values.get(), divisor_, at(range), range.count);
-    }
-    sums_.bytes.reset();
-  }
-
- private:
-  std::byte* at(const Range& range) const { return part_ + range.offset * element_; }
-  float* residual_of(std::size_t member) const {
-    return residual_ == nullptr ? nullptr : residual_ + residual_offsets_[member];
-  }
-
-  void load(std::size_t member, float* values) const {
-    const Range& range = ranges_[member];
-    widen(dtype_, at(range), values, range.count);
-    if (factor_ != 1.0F) {
-      for (std::uint64_t i = 0; i < range.count; ++i) values[i] *= factor_;
-    }
-    if (const float* residual = residual_of(member)) {
-      for (std::uint64_t i = 0; i < range.count; ++i) values[i] += residual[i];
-    }
-  }
-
-  // Nothing is owed of what is not finite: it was seen, and would come again in every later step.
-  static void subtract(const float* values, const float* sent, float* left, std::uint64_t count) {
-    for (std::uint64_t i = 0; i < count; ++i) {
-      const float rest = values[i] - sent[i];
-      left[i] = std::abs(rest) <= std::numeric_limits<float>::max() ? rest : 0.0F;
-    }
-  }
-
-  void encode_contributions() {
-    out_.allocate();
-    in_.allocate();
-    std::uint64_t longest = 0;
-    for (const Range& range : ranges_) longest = std::max(longest, range.count);
-    const auto values = std::make_unique_for_overwrite<float[]>(longest);
-    const auto sent = residual_ == nullptr ? nullptr : std::make_unique_for_overwrite<float[]>(longest);
-    for (std::size_t member = 0; member < ranges_.size(); ++member) {
-      if (member == me_) continue;
-      const std::uint64_t count = ranges_[member].count;
-      load(member, values.get());
-      codec::encode(codec_, {values.get(), count}, mixed(seed_, member), out_.of(member), sent.get());
-      if (float* residual = residual_of(member)) subtract(values.get(), sent.get(), residual, count);
-    }
-  }
-
-  void add_up() {
-    out_.bytes.reset();
-    sum_ = std::make_unique_for_overwrite<float[]>(ranges_[me_].count);
-    load(me_, sum_.get());
-    for (std::size_t member = 0; member < ranges_.size(); ++member) {
-      if (member == me_) continue;
-      read(member, [&] { codec::add(codec_, in_.of(member), {sum_.get(), ranges_[me_].count}); });
-    }
-    in_.bytes.reset();
-    if (float* residual = residual_of(me_)) std::fill_n(residual, ranges_[me_].count, 0.0F);
-  }
-
-  void encode_sum() {
-    const std::uint64_t count = ranges_[me_].count;
-    const codec::Codec codec = codec_of_sums(codec_, count);
-    own_ = std::make_unique_for_overwrite<std::byte[]>(sums_.sizes[me_]);
-    sums_.allocate();
-    float* const residual = residual_of(me_);
-    codec::encode(codec, {sum_.get(), count}, mixed(seed_, column_->size()), {own_.get(), sums_.sizes[me_]}, residual);
-    if (residual != nullptr) subtract(sum_.get(), residual, residual, count);
-    sum_.reset();
-  }
-
-  template <typename Read>
-  void read(std::size_t member, const Read& from) const {
-    try {
-      from();
-    } catch (const Error& error) {
-      throw Error(error.kind(), whose((*column_)[member], codec_, error.what()));
-    }
-  }
-
-  const codec::Codec codec_;
-  const std::uint64_t seed_;
-  float* const residual_;
-  const std::string title_;
-  const DType dtype_;
-  const std::size_t element_;
-  const float divisor_;
-  const std::shared_ptr<void> keep_;
-  const Members column_;
-  const std::int32_t rank_;
-  const std::size_t me_;  // among the column
-  float factor_ = 1.0F;
-  std::byte* part_ = nullptr;
-  std::vector<Range> ranges_;
-  std::vector<std::uint64_t> residual_offsets_;
-  Frames out_, in_, sums_;
-  std::unique_ptr<std::byte[]> own_;  // the frame of this rank's sum
-  std::unique_ptr<float[]> sum_;
-};
 
 // Balanced ranges of `count` values for `owners`.
 std::vector<Range> shards_of(std::uint64_t count, std::size_t owners) {
@@ -484,12 +269,16 @@ std::vector<CompressedPart> compressed_all_gather(const Compression& how, const 
   part.call.request.blocks = gathered->frames.sizes;
   part.call.work.keep = gathered;
   part.call.prepare = [gathered, codec = how.codec, seed = how.seed, dtype = work.dtype, input = work.input, block,
-                       size](CollectiveCall& ready) {
+                       size, rank = rank_in(how.sites)](CollectiveCall& ready) {
     const auto values = std::make_unique_for_overwrite<float[]>(block);
     widen(dtype, input, values.get(), block);
     gathered->own = std::make_unique_for_overwrite<std::byte[]>(size);
     gathered->frames.allocate();
-    codec::encode(codec, {values.get(), block}, seed, {gathered->own.get(), size});
+    try {
+      codec::encode(codec, {values.get(), block}, seed, {gathered->own.get(), size});
+    } catch (const Error& error) {
+      throw Error(error.kind(), unsendable(rank, error.what()));
+    }
     ready.work.input = gathered->own.get();
     ready.work.output = gathered->frames.bytes.get();
   };
@@ -500,7 +289,7 @@ std::vector<CompressedPart> compressed_all_gather(const Compression& how, const 
       try {
         codec::decode(codec, gathered->frames.of(index), {values.get(), block});
       } catch (const Error& error) {
-        throw Error(error.kind(), whose(rank, codec, error.what()));
+        throw Error(error.kind(), unreadable(rank, codec, error.what()));
       }
       narrow(dtype, values.get(), 1.0F, output + index * block * size_of(dtype), block);
     }

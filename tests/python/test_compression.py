@@ -1,5 +1,5 @@
-"""Compressed collectives between real processes: errors within the codec's bounds, equal bits on all ranks, nothing lost
-that error feedback should repay, and exactness where it is promised.
+"""Compressed collectives between real processes: errors within the codec's bounds, equal bits on all ranks, nothing
+lost that error feedback should repay, and exactness where it is promised.
 
 Ranks here share no memory unless a test says so, so each is a site of its own.
 """
@@ -382,6 +382,7 @@ def values_that_are_none(rank: int, world: int, store: str) -> tuple[list[bool],
         dist.all_reduce(tensor)
     seen = [bool(tensor[5].isnan()), bool(tensor[300] == float("inf")), bool(tensor[4000] == float("-inf"))]
     seen.append(bool(torch.isfinite(tensor).sum() == 4096 - 3))
+    dist.barrier()  # the next breaks the group
     refused = numbers(rank, 4096)
     if rank == 1:
         refused[7] = float("nan")

@@ -8,6 +8,9 @@ import re
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -215,34 +218,51 @@ COST = textwrap.dedent("""
 """)
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("arguments", "algorithm", "method", "ranks"),
-    [
-        # All ranks, chunks and all: a chain of 10,000.
-        ({"op": "broadcast", "algorithm": "ring", "world": 10_000}, "ring", "everyone", 10_000),
-        ({"algorithm": "hierarchical", "world": 10_000}, "hierarchical", "everyone", 10_000),
-        (
-            {"bytes": 4 * MEBI, "world": 10_000, "ranks_per_host": 8, "hosts_per_site": 125},
-            "hierarchical",
-            "everyone",
-            10_000,
-        ),
-        ({"algorithm": "ring", "world": 1_000_000}, "ring", "period", 1),
-        ({"algorithm": "hierarchical", "world": 1_000_000}, "hierarchical", "kinds", None),
-        (
-            {"op": "broadcast", "algorithm": "direct", "world": 1_000_000, "bytes": MEBI},
-            "direct",
-            "everyone",
-            1_000_000,
-        ),
-    ],
-)
-def test_large_worlds_are_planned_within_time_and_memory(arguments, algorithm, method, ranks):
-    arguments = {"bytes": 64 * MEBI, **arguments}
-    done = subprocess.run(
-        [sys.executable, "-c", COST, json.dumps(arguments)], capture_output=True, text=True, timeout=290, check=False
+LARGE: list[tuple[dict[str, Any], str, str, int | None]] = [
+    # All ranks, chunks and all: a chain of 10,000.
+    ({"op": "broadcast", "algorithm": "ring", "world": 10_000}, "ring", "everyone", 10_000),
+    ({"algorithm": "hierarchical", "world": 10_000}, "hierarchical", "everyone", 10_000),
+    (
+        {"bytes": 4 * MEBI, "world": 10_000, "ranks_per_host": 8, "hosts_per_site": 125},
+        "hierarchical",
+        "everyone",
+        10_000,
+    ),
+    ({"algorithm": "ring", "world": 1_000_000}, "ring", "period", 1),
+    ({"algorithm": "hierarchical", "world": 1_000_000}, "hierarchical", "kinds", None),
+    (
+        {"op": "broadcast", "algorithm": "direct", "world": 1_000_000, "bytes": MEBI},
+        "direct",
+        "everyone",
+        1_000_000,
+    ),
+]
+
+
+def cost(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", COST, json.dumps({"bytes": 64 * MEBI, **arguments})],
+        capture_output=True,
+        text=True,
+        timeout=290,
+        check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def plans() -> Iterator[list[Future[subprocess.CompletedProcess[str]]]]:
+    """All of them, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        yield [pool.submit(cost, arguments) for arguments, _, _, _ in LARGE]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("index", range(len(LARGE)))
+def test_large_worlds_are_planned_within_time_and_memory(
+    plans: list[Future[subprocess.CompletedProcess[str]]], index: int
+):
+    arguments, algorithm, method, ranks = LARGE[index]
+    done = plans[index].result()
     assert done.returncode == 0, done.stderr
     seconds, peak, *found, simulated = json.loads(done.stdout)
     assert found == [algorithm, method]
