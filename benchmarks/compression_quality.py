@@ -11,7 +11,7 @@ share memory.
 
     exact       no hook
     int8, int4  hooks with error feedback
-    topk-int8   1 % of the values, error feedback, exact in the first fifth of the steps (warm-up)
+    topk-int8   1 % of the values, error feedback, exact in the first 20 % of the steps (--warmup)
     topk-int4   likewise
 
     seed, ranks   of the run; `mean` is the mean over seeds
@@ -65,6 +65,7 @@ class Plan:
     steps: int
     batch: int  # blocks of a step, of all ranks together
     lr: float
+    warmup: float  # percent of the steps, of sparse codecs
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,14 @@ def codec_name(text: str) -> str:
     return text
 
 
+def share(text: str) -> float:
+    """An argparse type."""
+    value = float(text)
+    if not 0 <= value < 100:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to below 100")
+    return value
+
+
 def rank_count(text: str) -> int:
     """An argparse type."""
     value = int(text)
@@ -109,7 +118,7 @@ def train(rank: Rank, plan: Plan, group: Any, seed: int, codec: str) -> Run:
     torch.manual_seed(seed)
     made: Any = tiny_model.Qwen3ForCausalLM(tiny_model.config(plan.recipe))
     model = DistributedDataParallel(made, process_group=group)
-    warmup = plan.steps // 5 if codec.startswith("topk") else 0
+    warmup = round(plan.steps * plan.warmup / 100) if codec.startswith("topk") else 0
     if codec != "exact":
         state = torch_iroh.hooks.State(group=group, warmup_steps=warmup)
         model.register_comm_hook(state, getattr(torch_iroh.hooks, codec.replace("-", "_")))
@@ -179,6 +188,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         20 if options.quick else options.steps,
         4 if options.quick else options.batch,
         options.lr,
+        options.warmup,
     )
 
 
@@ -261,6 +271,7 @@ def main() -> int:
     add("--steps", type=harness.positive, default=800, help="(default: %(default)s)")
     add("--batch", type=harness.positive, default=8, help="blocks of a step, of all ranks (default: %(default)s)")
     add("--lr", type=float, default=2e-3, help="(default: %(default)s)")
+    add("--warmup", type=share, default=20, metavar="PERCENT", help="of the steps, topk's (default: %(default)s)")
     add("--output", type=Path, metavar="FILE", help="JSON of all curves")
     add("--plot", type=Path, metavar="FILE", help="SVG of the means of the curves")
     add("--deadline", type=float, default=3600, metavar="SECONDS", help="give up (default: %(default)g)")
@@ -279,7 +290,13 @@ def main() -> int:
     for ranks in options.ranks:
         runs += harness.run_ranks(train_all, ranks, plan, deadline=deadline)[0]
     if options.output:
-        content = {"parameters": parameters, "steps": plan.steps, "batch": plan.batch, "lr": plan.lr}
+        content = {
+            "parameters": parameters,
+            "steps": plan.steps,
+            "batch": plan.batch,
+            "lr": plan.lr,
+            "warmup": plan.warmup,
+        }
         options.output.write_text(json.dumps({**content, "runs": [asdict(run) for run in runs]}, indent=1) + "\n")
     if options.plot:
         plot(runs, plan.steps, options.plot)
