@@ -32,17 +32,6 @@ std::string title_for(const collective::CollectiveCall& call, const codec::Codec
   return text;
 }
 
-// An error in what came is one of the group: other ranks may have read the same frames without one.
-std::function<void()> reporting(const Operation& operation, std::function<void()> step) {
-  return [op = std::string(operation.op), step = std::move(step)] {
-    try {
-      step();
-    } catch (const Error& error) {
-      std::rethrow_exception(to_torch(Error(error.kind(), op + ": " + error.what())));
-    }
-  };
-}
-
 }  // namespace
 
 std::optional<std::string> set_thread_compression(const std::optional<std::string>& text) {
@@ -76,13 +65,12 @@ bool Compressor::covers(Op op, const at::Tensor& like, const ::c10d::ReduceOp& r
 }
 
 bool Compressor::would(const codec::Codec& codec, const at::Tensor& like) const {
-  const std::size_t owners = sites_.all().size();
   const DType dtype = dtype_of(like, "compression");
   return collective::is_compressible(Op::all_reduce, dtype, ReduceOp::avg) &&
-         collective::is_worth_it(codec, static_cast<std::uint64_t>(like.numel()), dtype, owners);
+         collective::is_worth_it(codec, sites_, Op::all_reduce, static_cast<std::uint64_t>(like.numel()), dtype);
 }
 
-bool Compressor::expand(const codec::Codec& codec, float* residual, const Operation& operation, Operation::Part& part,
+bool Compressor::expand(const codec::Codec& codec, float* residual, Operation::Part& part,
                         std::vector<Operation::Part>& parts) {
   const collective::CollectiveCall& call = part.call;
   const collective::Request& request = call.request;
@@ -90,28 +78,16 @@ bool Compressor::expand(const codec::Codec& codec, float* residual, const Operat
   // Who has a part yet to prepare does not know its size.
   if (call.prepare || !collective::is_compressible(request.op, call.work.dtype, call.work.reduce)) return false;
   if (std::adjacent_find(blocks.begin(), blocks.end(), std::not_equal_to<>()) != blocks.end()) return false;
-  const bool whole = request.op == Op::all_reduce;
-  const std::uint64_t block = whole ? 0 : blocks.front();
-  const std::size_t owners = sites_.all().size();
-  const std::uint64_t count = whole ? request.count : block * owners;
-  if (!collective::is_worth_it(codec, count, call.work.dtype, owners)) return false;
+  const std::uint64_t count = request.op == Op::all_reduce ? request.count : blocks.front();
+  if (!collective::is_worth_it(codec, sites_, request.op, count, call.work.dtype)) return false;
 
   collective::Compression how{codec, sites_, title_for(call, codec), 0, residual};
   how.seed = calls_.fetch_add(1) * static_cast<std::uint64_t>(world_) + static_cast<std::uint64_t>(rank_);
-  auto made = whole                          ? collective::compressed_all_reduce(how, call.work, count, world_)
-              : request.op == Op::all_gather ? collective::compressed_all_gather(how, call.work, block, world_)
-                                             : collective::compressed_reduce_scatter(how, call.work, block, world_);
-  for (collective::CompressedPart& one : made) {
-    Operation::Part& added = parts.emplace_back();
-    added.call = std::move(one.call);
-    if (one.after) added.after = reporting(operation, std::move(one.after));
-  }
-  if (!part.after) return true;
-  std::function<void()>& last = parts.back().after;
-  last = [first = std::move(last), then = std::move(part.after)] {
-    if (first) first();
-    then();
-  };
+  auto made = request.op == Op::all_reduce   ? collective::compressed_all_reduce(how, call.work, count, world_)
+              : request.op == Op::all_gather ? collective::compressed_all_gather(how, call.work, count, world_)
+                                             : collective::compressed_reduce_scatter(how, call.work, count, world_);
+  for (collective::CollectiveCall& one : made) parts.emplace_back().call = std::move(one);
+  parts.back().after = std::move(part.after);
   return true;
 }
 
@@ -120,7 +96,7 @@ void Compressor::apply(Operation& operation) {
   if (codec.kind == codec::Kind::none || sites_.all().size() < 2) return;
   std::vector<Operation::Part> parts;
   for (Operation::Part& part : operation.parts) {
-    if (!expand(codec, nullptr, operation, part, parts)) parts.push_back(std::move(part));
+    if (!expand(codec, nullptr, part, parts)) parts.push_back(std::move(part));
   }
   operation.parts = std::move(parts);
 }
@@ -128,7 +104,7 @@ void Compressor::apply(Operation& operation) {
 void Compressor::apply(Operation& operation, const codec::Codec& codec, const at::Tensor& residual) {
   float* const left_out = residual.defined() ? residual.mutable_data_ptr<float>() : nullptr;
   std::vector<Operation::Part> parts;
-  if (!expand(codec, left_out, operation, operation.parts.front(), parts)) return;
+  if (!expand(codec, left_out, operation.parts.front(), parts)) return;
   operation.parts = std::move(parts);
   std::function<void()>& last = operation.parts.back().after;
   last = [residual, then = std::move(last)] {  // holds it until the end

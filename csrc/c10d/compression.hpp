@@ -34,8 +34,7 @@ class Compressor {
 
  private:
   codec::Codec current() const;
-  bool expand(const codec::Codec& codec, float* residual, const Operation& operation, Operation::Part& part,
-              std::vector<Operation::Part>& parts);
+  bool expand(const codec::Codec& codec, float* residual, Operation::Part& part, std::vector<Operation::Part>& parts);
 
   const codec::Codec chosen_;
   const collective::Hosts sites_;

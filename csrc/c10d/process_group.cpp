@@ -203,6 +203,8 @@ WorkPtr ProcessGroupIroh::compressed_all_reduce(const at::Tensor& tensor, const 
                                                 std::optional<std::chrono::milliseconds> timeout) {
   group();  // says so in a forked child
   const codec::Codec how = codec::parse(codec);
+  TORCH_CHECK(reduce == ::c10d::ReduceOp::SUM || reduce == ::c10d::ReduceOp::AVG,
+              "compressed_all_reduce: only SUM and AVG leave something that can be repaid");
   check_tensor("compressed_all_reduce", tensor);
   const at::Tensor left_out = residual.value_or(at::Tensor());
   TORCH_CHECK(!left_out.defined() || (left_out.scalar_type() == at::kFloat && left_out.is_cpu() &&
@@ -213,11 +215,12 @@ WorkPtr ProcessGroupIroh::compressed_all_reduce(const at::Tensor& tensor, const 
   all.add_reduce(Op::all_reduce, tensor, reduce, 0);
   compressor_->apply(all, how, left_out);
   if (all.parts.size() == 1 && left_out.defined()) {
-    // Exact: what was left out earlier goes with it, and nothing is left out.
+    // Exact, but for what the tensor's own type cannot hold of what is repaid.
     const at::NoGradGuard no_grad;
     Operation exact = operation(all.op, ::c10d::OpType::ALLREDUCE, "iroh:all_reduce", {tensor}, {tensor});
-    tensor.add_(left_out.view(tensor.sizes()).to(tensor.device()));
-    left_out.zero_();
+    const at::Tensor whole = tensor.cpu().to(at::kDouble).add_(left_out.view(tensor.sizes()));
+    tensor.copy_(whole);
+    left_out.view(tensor.sizes()).copy_(whole.sub_(tensor.cpu().to(at::kDouble)));
     exact.add_reduce(Op::all_reduce, tensor, reduce, 0);
     return submit_as_is(std::move(exact), timeout.value_or(::c10d::kUnsetTimeout), false);
   }

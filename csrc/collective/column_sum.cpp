@@ -198,7 +198,14 @@ void ColumnSum::encode_sum() {
   sending(rank_, [&] {
     codec::encode(codec, {sum_.get(), count}, mixed(seed_, column_->size()), {own_.get(), sums_.sizes[me_]}, residual);
   });
-  if (residual != nullptr) subtract(sum_.get(), residual, residual, count);
+  if (residual != nullptr) {
+    // What a narrow type makes of it is all that anyone gets.
+    const auto stored = std::make_unique_for_overwrite<std::byte[]>(count * element_);
+    narrow(dtype_, residual, divisor_, stored.get(), count);
+    widen(dtype_, stored.get(), residual, count);
+    for (std::uint64_t i = 0; i < count; ++i) residual[i] *= divisor_;
+    subtract(sum_.get(), residual, residual, count);
+  }
   sum_.reset();
 }
 

@@ -4,6 +4,8 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <limits>
 #include <utility>
 
 #include "base/error.hpp"
@@ -56,27 +58,28 @@ std::vector<std::uint64_t> offsets_of(const std::vector<Range>& ranges, std::uin
   return offsets;
 }
 
-Work sum_of(const Work& work) {  // AVG divides once, at the end
-  Work sum = work;
-  if (sum.reduce == ReduceOp::avg) sum.reduce = ReduceOp::sum;
-  return sum;
+// Writes the result in its turn, which is no other rank's business.
+CollectiveCall last(const std::string& title, std::int32_t rank, std::function<void()> write) {
+  CollectiveCall call = nothing(title, rank);
+  call.prepare = [write = std::move(write)](CollectiveCall&) { write(); };
+  return call;
 }
 
 bool is_flat(const Hosts& sites) {
   return std::all_of(sites.all().begin(), sites.all().end(), [](const auto& site) { return site.size() == 1; });
 }
 
-std::vector<CompressedPart> flat_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+std::vector<CollectiveCall> flat_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
                                             std::int32_t world, std::int32_t rank) {
   auto sum = std::make_shared<ColumnSum>(how, work, how.sites.column(), rank, world);
   auto ranges = shards_of(count, how.sites.all().size());
   auto offsets = offsets_of(ranges, 0);
   sum->set_part(work.output, std::move(ranges), std::move(offsets));
   if (work.reduce == ReduceOp::premul_sum) sum->scale_by(work.premul);
-  std::vector<CompressedPart> parts(2);
-  parts[0].call = sum->exchange();
-  parts[1].call = sum->tell();
-  parts[1].after = [sum] { sum->store_sums(); };
+  std::vector<CollectiveCall> parts;
+  parts.push_back(sum->exchange());
+  parts.push_back(sum->tell());
+  parts.push_back(last(how.title, rank, [sum] { sum->store_sums(); }));
   return parts;
 }
 
@@ -106,7 +109,7 @@ std::function<void(CollectiveCall&)> hand_over(const Compression& how, const Wor
   };
 }
 
-std::vector<CompressedPart> sharded_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+std::vector<CollectiveCall> sharded_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
                                                std::int32_t world, std::int32_t rank) {
   const Hosts& sites = how.sites;
   const auto mine = std::make_shared<const Hosts::Ranks>(sites.mine());
@@ -120,51 +123,53 @@ std::vector<CompressedPart> sharded_all_reduce(const Compression& how, const Wor
   auto ranges = shards_of(shard.count, sites.all().size());
   auto offsets = offsets_of(ranges, shard.offset);
   sum->set_part(part.get(), std::move(ranges), std::move(offsets));
+  if (work.reduce == ReduceOp::avg) sum->scale_by(world);
 
   const auto keep = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<std::byte[]>>>(work.keep, part);
-  std::vector<CompressedPart> parts(4);
-  parts[0].call = inside(how.title, Op::reduce_scatter, mine, sum_of(work));
-  parts[0].call.request.blocks = blocks;
-  parts[0].call.work.input = work.output;
-  parts[0].call.work.output = part.get();
-  parts[0].call.prepare = hand_over(how, work, count, shard);
-  parts[1].call = sum->exchange();
-  parts[2].call = sum->tell();
-  parts[3].call = inside(how.title, Op::all_gather, mine, sum_of(work));
-  parts[3].call.request.blocks = blocks;
-  parts[3].call.work.input = part.get();
-  parts[3].call.prepare = [sum](CollectiveCall&) { sum->store_sums(); };
-  parts[0].call.work.keep = parts[3].call.work.keep = keep;
+  std::vector<CollectiveCall> parts(4);
+  parts[0] = inside(how.title, Op::reduce_scatter, mine, work);
+  parts[0].request.blocks = blocks;
+  parts[0].work.input = work.output;
+  parts[0].work.output = part.get();
+  parts[0].prepare = hand_over(how, work, count, shard);
+  parts[1] = sum->exchange();
+  parts[2] = sum->tell();
+  parts[3] = inside(how.title, Op::all_gather, mine, work);
+  parts[3].request.blocks = blocks;
+  parts[3].work.input = part.get();
+  parts[3].prepare = [sum](CollectiveCall&) { sum->store_sums(); };
+  parts[0].work.keep = parts[3].work.keep = keep;
   return parts;
 }
 
-std::vector<CompressedPart> led_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+std::vector<CollectiveCall> led_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
                                            std::int32_t world, std::int32_t rank) {
   const Hosts& sites = how.sites;
   const auto mine = std::make_shared<const Hosts::Ranks>(sites.mine());
   const auto leaders = sites.leaders(sites.all().front().front());
   const std::int32_t leader = (*leaders)[sites.host()];
-  std::vector<CompressedPart> parts(4);
-  parts[0].call = inside(how.title, Op::reduce, mine, sum_of(work));
-  parts[0].call.work.input = work.output;
-  parts[3].call = inside(how.title, Op::broadcast, mine, sum_of(work));
+  std::vector<CollectiveCall> parts(4);
+  parts[0] = inside(how.title, Op::reduce, mine, work);
+  parts[0].work.input = work.output;
+  parts[3] = inside(how.title, Op::broadcast, mine, work);
   for (const std::size_t one : {0, 3}) {
-    parts[one].call.request.root = leader;
-    parts[one].call.request.count = count;
+    parts[one].request.root = leader;
+    parts[one].request.count = count;
   }
-  parts[0].call.prepare = hand_over(how, work, count, rank == leader ? Range{0, count} : Range{});
+  parts[0].prepare = hand_over(how, work, count, rank == leader ? Range{0, count} : Range{});
   if (rank != leader) {
-    parts[1].call = nothing(how.title, rank);
-    parts[2].call = nothing(how.title, rank);
+    parts[1] = nothing(how.title, rank);
+    parts[2] = nothing(how.title, rank);
     return parts;
   }
   auto sum = std::make_shared<ColumnSum>(how, work, leaders, rank, world);
   auto ranges = shards_of(count, leaders->size());
   auto offsets = offsets_of(ranges, 0);
   sum->set_part(work.output, std::move(ranges), std::move(offsets));
-  parts[1].call = sum->exchange();
-  parts[2].call = sum->tell();
-  parts[3].call.prepare = [sum](CollectiveCall&) { sum->store_sums(); };
+  if (work.reduce == ReduceOp::avg) sum->scale_by(world);
+  parts[1] = sum->exchange();
+  parts[2] = sum->tell();
+  parts[3].prepare = [sum](CollectiveCall&) { sum->store_sums(); };
   return parts;
 }
 
@@ -181,13 +186,15 @@ bool is_compressible(Op op, DType dtype, ReduceOp reduce) {
   return reduce == ReduceOp::sum || reduce == ReduceOp::avg || reduce == ReduceOp::premul_sum;
 }
 
-bool is_worth_it(const codec::Codec& codec, std::uint64_t count, DType dtype, std::size_t owners) {
-  if (codec.kind == codec::Kind::none || owners < 2) return false;
-  const std::uint64_t shard = count / owners;
-  return shard > 0 && codec::frame_bytes(codec, shard) < shard * size_of(dtype);
+bool is_worth_it(const codec::Codec& codec, const Hosts& sites, Op op, std::uint64_t count, DType dtype) {
+  if (codec.kind == codec::Kind::none || sites.all().size() < 2) return false;
+  const std::size_t ranks = sites.even() ? sites.all().size() * sites.mine().size() : sites.all().size();
+  const std::uint64_t values = op == Op::all_reduce ? count / ranks : count;
+  const bool fits = !codec::is_sparse(codec.kind) || values <= std::numeric_limits<std::uint32_t>::max();
+  return values > 0 && fits && codec::frame_bytes(codec, values) < values * size_of(dtype);
 }
 
-std::vector<CompressedPart> compressed_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+std::vector<CollectiveCall> compressed_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
                                                   std::int32_t world) {
   const std::int32_t rank = rank_in(how.sites);
   if (is_flat(how.sites)) return flat_all_reduce(how, work, count, world, rank);
@@ -195,7 +202,7 @@ std::vector<CompressedPart> compressed_all_reduce(const Compression& how, const 
                           : led_all_reduce(how, work, count, world, rank);
 }
 
-std::vector<CompressedPart> compressed_reduce_scatter(const Compression& how, const Work& work, std::uint64_t block,
+std::vector<CollectiveCall> compressed_reduce_scatter(const Compression& how, const Work& work, std::uint64_t block,
                                                       std::int32_t world) {
   const Hosts& sites = how.sites;
   const std::int32_t rank = rank_in(sites);
@@ -213,12 +220,16 @@ std::vector<CompressedPart> compressed_reduce_scatter(const Compression& how, co
     ranges.push_back({place * block, block});
     residual_offsets.push_back(static_cast<std::uint64_t>((*column)[member]) * block);
   }
-  std::vector<CompressedPart> parts;
-  const auto finish = [sum, output = work.output] { sum->store_own_sum(output); };
+  std::vector<CollectiveCall> parts;
+  const auto finish = [&](std::shared_ptr<void> keep) {
+    parts.push_back(sum->exchange());
+    parts.push_back(
+        last(how.title, rank, [sum, output = work.output, keep = std::move(keep)] { sum->store_own_sum(output); }));
+  };
   if (!by_sites) {
     sum->set_part(const_cast<std::byte*>(work.input), std::move(ranges), std::move(residual_offsets));
     if (work.reduce == ReduceOp::premul_sum) sum->scale_by(work.premul);
-    parts.push_back({sum->exchange(), finish});
+    finish(nullptr);
     return parts;
   }
   // By columns: one range for each rank of this site, in it the blocks of the ranks of all sites with its index.
@@ -232,7 +243,8 @@ std::vector<CompressedPart> compressed_reduce_scatter(const Compression& how, co
   memory->keep = work.keep;
   memory->part = std::make_unique_for_overwrite<std::byte[]>(width * element);
   sum->set_part(memory->part.get(), std::move(ranges), std::move(residual_offsets));
-  CollectiveCall first = inside(how.title, Op::reduce_scatter, mine, sum_of(work));
+  if (work.reduce == ReduceOp::avg) sum->scale_by(world);
+  CollectiveCall first = inside(how.title, Op::reduce_scatter, mine, work);
   first.request.blocks.assign(mine->size(), width);
   first.work.output = memory->part.get();
   first.work.keep = memory;
@@ -247,12 +259,12 @@ std::vector<CompressedPart> compressed_reduce_scatter(const Compression& how, co
     }
     ready.work.input = memory->packed.get();
   };
-  parts.push_back({std::move(first), {}});
-  parts.push_back({sum->exchange(), [memory, finish] { finish(); }});
+  parts.push_back(std::move(first));
+  finish(memory);
   return parts;
 }
 
-std::vector<CompressedPart> compressed_all_gather(const Compression& how, const Work& work, std::uint64_t block,
+std::vector<CollectiveCall> compressed_all_gather(const Compression& how, const Work& work, std::uint64_t block,
                                                   std::int32_t world) {
   struct Gathered {
     std::shared_ptr<void> keep;
@@ -263,13 +275,13 @@ std::vector<CompressedPart> compressed_all_gather(const Compression& how, const 
   gathered->keep = work.keep;
   const std::size_t size = codec::frame_bytes(how.codec, block);
   for (std::int32_t i = 0; i < world; ++i) gathered->frames.add(size);
-  CompressedPart part;
-  part.call.part_of = how.title;
-  part.call.request.op = Op::all_gather;
-  part.call.request.blocks = gathered->frames.sizes;
-  part.call.work.keep = gathered;
-  part.call.prepare = [gathered, codec = how.codec, seed = how.seed, dtype = work.dtype, input = work.input, block,
-                       size, rank = rank_in(how.sites)](CollectiveCall& ready) {
+  CollectiveCall part;
+  part.part_of = how.title;
+  part.request.op = Op::all_gather;
+  part.request.blocks = gathered->frames.sizes;
+  part.work.keep = gathered;
+  part.prepare = [gathered, codec = how.codec, seed = how.seed, dtype = work.dtype, input = work.input, block, size,
+                  rank = rank_in(how.sites)](CollectiveCall& ready) {
     const auto values = std::make_unique_for_overwrite<float[]>(block);
     widen(dtype, input, values.get(), block);
     gathered->own = std::make_unique_for_overwrite<std::byte[]>(size);
@@ -282,7 +294,7 @@ std::vector<CompressedPart> compressed_all_gather(const Compression& how, const 
     ready.work.input = gathered->own.get();
     ready.work.output = gathered->frames.bytes.get();
   };
-  part.after = [gathered, codec = how.codec, dtype = work.dtype, output = work.output, block, world] {
+  const auto write = [gathered, codec = how.codec, dtype = work.dtype, output = work.output, block, world] {
     const auto values = std::make_unique_for_overwrite<float[]>(block);
     for (std::int32_t rank = 0; rank < world; ++rank) {
       const auto index = static_cast<std::size_t>(rank);
@@ -294,8 +306,9 @@ std::vector<CompressedPart> compressed_all_gather(const Compression& how, const 
       narrow(dtype, values.get(), 1.0F, output + index * block * size_of(dtype), block);
     }
   };
-  std::vector<CompressedPart> parts;
+  std::vector<CollectiveCall> parts;
   parts.push_back(std::move(part));
+  parts.push_back(last(how.title, rank_in(how.sites), write));
   return parts;
 }
 

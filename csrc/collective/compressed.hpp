@@ -1,6 +1,8 @@
 // Collectives whose bytes between sites are frames of a codec, as parts: exact inside a site, compressed between sites.
 //
-//   all_reduce, reduce_scatter   inside: reduce_scatter (uneven sites: reduce to a leader)
+//   all_reduce, reduce_scatter   inside: reduce_scatter (all_reduce of uneven sites: reduce to a leader; reduce_scatter
+//   of
+//                                uneven sites: nothing). AVG divides by the world here, so that a narrow type holds it
 //                                between: all_to_all of frames; the owner of a shard adds its own exact sum and what
 //                                came, in float32, in a fixed order
 //   all_reduce                   between: all_gather of the sums' frames; the owner keeps what the others decode
@@ -11,7 +13,6 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -33,23 +34,21 @@ struct Compression {
   float* residual = nullptr;
 };
 
-struct CompressedPart {
-  CollectiveCall call;
-  std::function<void()> after{};  // once it is done on this rank
-};
-
 // Whether a codec has anything to do with it: sums of floats. Equal on all ranks.
 bool is_compressible(Op op, DType dtype, ReduceOp reduce);
-// Whether its frames are smaller than the values between `owners` sites' ranks.
-bool is_worth_it(const codec::Codec& codec, std::uint64_t count, DType dtype, std::size_t owners);
+// Whether a frame is smaller than what it stands for: the part of an all_reduce of `count` values that a rank adds up,
+// or a block of `count` values. Equal on all ranks.
+bool is_worth_it(const codec::Codec& codec, const Hosts& sites, Op op, std::uint64_t count, DType dtype);
 
-// `work` is that of the exact operation: all_reduce in place in `work.output`; `world` is what AVG divides by.
-std::vector<CompressedPart> compressed_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
+// The parts, to be submitted in this order by every rank; the last one writes the result when its turn comes, so that
+// what follows on the same memory finds it. `work` is that of the exact operation: all_reduce in place in
+// `work.output`; `world` is what AVG divides by.
+std::vector<CollectiveCall> compressed_all_reduce(const Compression& how, const Work& work, std::uint64_t count,
                                                   std::int32_t world);
 // `block` elements for each rank, in rank order, in `work.input`.
-std::vector<CompressedPart> compressed_reduce_scatter(const Compression& how, const Work& work, std::uint64_t block,
+std::vector<CollectiveCall> compressed_reduce_scatter(const Compression& how, const Work& work, std::uint64_t block,
                                                       std::int32_t world);
-std::vector<CompressedPart> compressed_all_gather(const Compression& how, const Work& work, std::uint64_t block,
+std::vector<CollectiveCall> compressed_all_gather(const Compression& how, const Work& work, std::uint64_t block,
                                                   std::int32_t world);
 
 }  // namespace torch_iroh::collective

@@ -267,8 +267,9 @@ void Group::begin(Queued queued) {
   } catch (const std::exception& refused) {
     // The others may have begun it already: the group cannot go on without this rank.
     queue_.push_front(std::move(queued));
+    const auto* known = dynamic_cast<const Error*>(&refused);
     const std::string what = (description.empty() ? "" : description + ": ") + refused.what();
-    return fail(Error(ErrorKind::invalid, what), true);
+    return fail(Error(known == nullptr ? ErrorKind::invalid : known->kind(), what), true);
   }
   Past past{description, {}};
   if (request.op == Op::all_to_all) past.amounts = amounts_by_rank(request, request.blocks);

@@ -22,7 +22,6 @@ namespace {
 using namespace torch_iroh;
 using namespace torch_iroh::testing;
 using collective::CollectiveCall;
-using collective::CompressedPart;
 using collective::Compression;
 using collective::Group;
 using collective::GroupOptions;
@@ -68,19 +67,18 @@ class World {
       rank.ended = {};
       auto left = std::make_shared<std::size_t>(parts.size());
       auto first = std::make_shared<std::optional<Error>>();
-      for (CompressedPart& part : parts) {
-        if (static_cast<int>(i) == who && part.call.request.op == collective::Op::all_to_all) {
-          part.call.prepare = [spoil, prepare = std::move(part.call.prepare)](CollectiveCall& call) {
+      for (CollectiveCall& part : parts) {
+        if (static_cast<int>(i) == who && part.request.op == collective::Op::all_to_all) {
+          part.prepare = [spoil, prepare = std::move(part.prepare)](CollectiveCall& call) {
             prepare(call);
             spoil(call);
           };
         }
-        part.call.done = [&rank, left, first, after = std::move(part.after)](const Error* error) {
+        part.done = [&rank, left, first](const Error* error) {
           if (error != nullptr && !*first) *first = *error;
-          if (error == nullptr && after) after();
           if (--*left == 0) rank.ended.set_value(*first);
         };
-        rank.group->submit(std::move(part.call));
+        rank.group->submit(std::move(part));
       }
     }
     for (Rank& rank : ranks) errors.push_back(rank.ended.get_future().get());
@@ -197,10 +195,10 @@ TEST_CASE("compressed all_reduce: ranks with different codecs hear both before a
     auto parts = compressed_all_reduce(how, work, 4096, 2);
     auto ended = std::make_shared<std::promise<std::optional<Error>>>();
     ends.push_back(ended->get_future());
-    parts.front().call.done = [ended](const Error* error) {
+    parts.front().done = [ended](const Error* error) {
       ended->set_value(error == nullptr ? std::nullopt : std::optional(*error));
     };
-    rank.group->submit(std::move(parts.front().call));
+    rank.group->submit(std::move(parts.front()));
   }
   for (auto& end : ends) {
     const auto error = end.get();
