@@ -21,7 +21,8 @@ def compression(codec: str | None) -> Iterator[None]:
     """Within it, the collectives that this thread issues are compressed by ``codec``, whatever their groups' option is.
 
     All ranks must do the same: ranks that issue a collective with different codecs get an error that names both, before
-    data moves. What is compressed at all is said at ``torch_iroh.Options(compression=)``.
+    data moves. What is compressed at all is said at ``torch_iroh.Options(compression=)``. It is about this thread
+    alone: on a GPU, DDP issues its collectives from threads of autograd. For DDP use the option, or a hook.
 
     >>> with torch_iroh.compression("int8"):  # doctest: +SKIP
     ...     dist.all_reduce(gradient)
@@ -59,7 +60,9 @@ def all_reduce_compressed(
 
     With a ``residual`` (error feedback, arXiv 1901.09847): it is added to this rank's contribution, and afterwards
     holds what this call left out: the rounding of the contribution, and of the result where this rank sums it up.
-    Keep it for the next call with the same values' positions, and do not touch it before this call is done.
+    Keep it for the next call with the same values' positions, and do not touch it before this call is done. Values that
+    are not finite are never owed. An operation that fails leaves it half changed. Inside a site sums are rounded to the
+    tensor's dtype, and that is not owed.
 
     Args:
         tensor: float16, bfloat16, float32 or float64, of any shape, on any device.

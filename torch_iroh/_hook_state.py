@@ -76,7 +76,8 @@ class State:
     **Momentum** (Deep Gradient Compression, arXiv 1712.01887, section 3.1) belongs here rather than to the optimizer
     when most of a gradient waits for later steps: ``u = momentum * u + gradient``, and u is what is sent, or owed. Use
     an optimizer without momentum. Where this rank's values are in a step's result, u becomes zero (momentum factor
-    masking, section 3.2). In warm-up, and where nothing is compressed, u stays: that is SGD with momentum.
+    masking, section 3.2); where ranks share a site, wherever the result has a value. In warm-up, and where nothing is
+    compressed, u stays: that is SGD with momentum.
 
     **Checkpoints**: each rank saves its own :meth:`state_dict`. A run that goes on from it equals one that was never
     interrupted, bit for bit, where DDP's buckets are the same. With ``find_unused_parameters=True`` they are; else DDP
