@@ -370,7 +370,7 @@ TEST_CASE("record: the bytes are pinned") {
   std::string id;
   for (int i = 0; i < 32; ++i) id += hex(std::array{static_cast<std::byte>(i)});
   CHECK(hex(to_bytes(encode(sample_record()))) ==
-        "54495233"
+        "54495234"
         "01"
         "01"
         "00000400"
@@ -389,6 +389,7 @@ TEST_CASE("record: the bytes are pinned") {
             "0a000000"
             "0b00000000000000"
             "06002a3d72696e67"
+            "04006e6f6e65"
             "01");
 }
 
