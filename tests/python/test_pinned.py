@@ -65,8 +65,9 @@ def run_mixed(rank: int, world: int, store: str, count: int) -> dict[str, str]:
 @pytest.mark.parametrize("world", [2, 3, 5])
 def test_a_plan_runs_each_collective_by_its_rule(tmp_path: Path, world: int, count: int) -> None:
     for found in values_of(run_ranks(run_mixed, world, world, str(tmp_path / "store"), count)):
-        assert re.search(r"all_reduce\(sum, float32\[\d\], tree\)", found["small"]), found
-        assert re.search(r"all_reduce\(sum, float32\[\d+\], ring\)", found["large"]), found
+        # In the text of the mismatch, or, where who found it had left before this rank came to it, of its own call.
+        assert re.search(r"all_reduce( #0)?\(sum, float32\[\d\], tree\)", found["small"]), found
+        assert re.search(r"all_reduce( #0)?\(sum, float32\[\d+\], ring\)", found["large"]), found
 
 
 def join(rank: int, world: int, store: str, plans: list[dict[str, str]]) -> str:
