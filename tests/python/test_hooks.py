@@ -21,7 +21,7 @@ from torch_iroh import hooks
 
 
 def train_by_each(
-    rank: int, world: int, store: str, dtype: str, options: dict[str, Any], ddp: dict[str, Any]
+    rank: int, world: int, store: str, dtype: str, options: dict[str, Any], ddp: dict[str, Any], steps: int = 4
 ) -> list[str]:
     join(rank, world, store)
     digests = []
@@ -30,9 +30,9 @@ def train_by_each(
         before = digest(model)
         momentum = {"momentum": 0.9} if options.get("momentum") and hook in SPARSE else {}
         distributed, state = wrapped(model, hook, {**options, "momentum": 0.0, **momentum}, **ddp)
-        for number in range(4):
+        for number in range(steps):
             step_of(distributed, sgd(model), rank, number)
-        assert state.step == 4
+        assert state.step == steps
         assert digest(model) != before
         digests.append(digest(model))
     dist.destroy_process_group()
@@ -56,6 +56,10 @@ def settle(results: list[list[str]]) -> None:
 )
 def test_parameters_stay_equal_on_all_ranks(run, store, world, dtype, options, ddp):
     settle(run(world, train_by_each, world, store, dtype, options, ddp))
+
+
+def test_parameters_are_equal_after_200_steps(run, store):
+    settle(run(3, train_by_each, 3, store, "float32", {}, {}, 200))
 
 
 needs_hosts = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
