@@ -53,8 +53,7 @@ codec::Codec Compressor::current() const {
 }
 
 bool Compressor::covers(Op op, const at::Tensor& like, const ::c10d::ReduceOp& reduce) {
-  if (current().kind == codec::Kind::none || sites_.all().size() < 2 || !at::isFloatingType(like.scalar_type()))
-    return false;
+  if (current().kind == codec::Kind::none || sites_.all().size() < 2) return false;
   if (like.scalar_type() != at::kFloat && like.scalar_type() != at::kDouble && like.scalar_type() != at::kHalf &&
       like.scalar_type() != at::kBFloat16) {
     return false;

@@ -211,19 +211,16 @@ WorkPtr ProcessGroupIroh::compressed_all_reduce(const at::Tensor& tensor, const 
                                       left_out.is_contiguous() && left_out.numel() == tensor.numel()),
               "compressed_all_reduce: the residual must be float32, contiguous, on the CPU and have ", tensor.numel(),
               " elements like the tensor");
-  Operation all = operation("compressed_all_reduce", ::c10d::OpType::ALLREDUCE, "iroh:all_reduce", {tensor}, {tensor});
-  all.add_reduce(Op::all_reduce, tensor, reduce, 0);
-  compressor_->apply(all, how, left_out);
-  if (all.parts.size() == 1 && left_out.defined()) {
+  if (left_out.defined() && !compressor_->would(how, tensor)) {
     // Exact, but for what the tensor's own type cannot hold of what is repaid.
     const at::NoGradGuard no_grad;
-    Operation exact = operation(all.op, ::c10d::OpType::ALLREDUCE, "iroh:all_reduce", {tensor}, {tensor});
     const at::Tensor whole = tensor.cpu().to(at::kDouble).add_(left_out.view(tensor.sizes()));
     tensor.copy_(whole);
     left_out.view(tensor.sizes()).copy_(whole.sub_(tensor.cpu().to(at::kDouble)));
-    exact.add_reduce(Op::all_reduce, tensor, reduce, 0);
-    return submit_as_is(std::move(exact), timeout.value_or(::c10d::kUnsetTimeout), false);
   }
+  Operation all = operation("compressed_all_reduce", ::c10d::OpType::ALLREDUCE, "iroh:all_reduce", {tensor}, {tensor});
+  all.add_reduce(Op::all_reduce, tensor, reduce, 0);
+  compressor_->apply(all, how, left_out);
   return submit_as_is(std::move(all), timeout.value_or(::c10d::kUnsetTimeout), false);
 }
 

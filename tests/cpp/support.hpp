@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -35,6 +36,15 @@ inline constexpr bool kSanitized = false;
 
 // How long a test waits for what must happen: never reached when all is well, so it may be generous.
 inline constexpr Duration kPatience = milliseconds(30000);
+
+inline std::string hex(std::span<const std::byte> bytes) {
+  std::string text;
+  for (const std::byte byte : bytes) {
+    text += "0123456789abcdef"[std::to_integer<unsigned>(byte) >> 4];
+    text += "0123456789abcdef"[std::to_integer<unsigned>(byte) & 15];
+  }
+  return text;
+}
 
 // The path of this program, for tests that need a process of their own.
 extern std::string g_program;

@@ -26,15 +26,6 @@ using namespace torch_iroh::codec;
 using Bytes = std::vector<std::byte>;
 using Values = std::vector<float>;
 
-std::string hex(std::span<const std::byte> bytes) {
-  std::string text;
-  for (const std::byte byte : bytes) {
-    text += "0123456789abcdef"[std::to_integer<unsigned>(byte) >> 4];
-    text += "0123456789abcdef"[std::to_integer<unsigned>(byte) & 15];
-  }
-  return text;
-}
-
 Values normal_values(std::size_t count) {
   std::mt19937_64 random(count);
   std::normal_distribution<float> normal;

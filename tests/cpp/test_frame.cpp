@@ -30,15 +30,6 @@ using link::kHeaderBytes;
 using transport::Record;
 using Bytes = std::vector<std::byte>;
 
-std::string hex(std::span<const std::byte> bytes) {
-  std::string text;
-  for (const std::byte byte : bytes) {
-    text += "0123456789abcdef"[std::to_integer<unsigned>(byte) >> 4];
-    text += "0123456789abcdef"[std::to_integer<unsigned>(byte) & 15];
-  }
-  return text;
-}
-
 Bytes to_bytes(std::span<const std::byte> bytes) {
   return {bytes.begin(), bytes.end()};
 }
