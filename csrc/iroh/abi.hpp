@@ -48,10 +48,13 @@ inline constexpr const char* kSupportedVersions = "1.2.x";
   X(method_endpointbuilder_secret_key, 1964, void, (Handle, RustBuffer, CallStatus*))                    \
   X(method_endpointbuilder_bind, 5850, Handle, (Handle))                                                 \
   X(constructor_relaymode_disabled, 42542, Handle, (CallStatus*))                                        \
+  X(constructor_relaymode_default_mode, 17157, Handle, (CallStatus*))                                    \
   X(constructor_relaymode_custom, 51396, Handle, (Handle, CallStatus*))                                  \
   X(constructor_relaymap_empty, 49514, Handle, (CallStatus*))                                            \
   X(method_relaymap_insert, 45587, void, (Handle, RustBuffer, CallStatus*))                              \
   X(method_endpoint_accept_next, 38336, Handle, (Handle))                                                \
+  X(method_endpoint_add_external_addr, 65222, Handle, (Handle, RustBuffer))                              \
+  X(method_endpoint_remove_external_addr, 28593, Handle, (Handle, RustBuffer))                           \
   X(method_endpoint_addr, 25271, Handle, (Handle, CallStatus*))                                          \
   X(method_endpoint_bound_sockets, 64249, RustBuffer, (Handle, CallStatus*))                             \
   X(method_endpoint_close, 8483, Handle, (Handle))                                                       \
@@ -60,17 +63,24 @@ inline constexpr const char* kSupportedVersions = "1.2.x";
   X(method_endpoint_online, 27176, Handle, (Handle))                                                     \
   X(method_incoming_accept, 17830, Handle, (Handle))                                                     \
   X(method_accepting_connect, 4822, Handle, (Handle))                                                    \
+  X(method_connection_accept_bi, 24717, Handle, (Handle))                                                \
   X(method_connection_accept_uni, 14498, Handle, (Handle))                                               \
+  X(method_connection_alpn, 24307, RustBuffer, (Handle, CallStatus*))                                    \
+  X(method_connection_open_bi, 7884, Handle, (Handle))                                                   \
   X(method_connection_open_uni, 45141, Handle, (Handle))                                                 \
   X(method_connection_close, 4437, void, (Handle, std::int64_t, RustBuffer, CallStatus*))                \
   X(method_connection_closed, 47559, Handle, (Handle))                                                   \
   X(method_connection_paths, 29415, RustBuffer, (Handle, CallStatus*))                                   \
   X(method_connection_remote_id, 30142, Handle, (Handle, CallStatus*))                                   \
   X(method_connection_stats, 46010, RustBuffer, (Handle, CallStatus*))                                   \
+  X(method_connection_set_max_concurrent_bi_streams, 50250, void, (Handle, std::uint64_t, CallStatus*))  \
   X(method_connection_set_max_concurrent_uni_streams, 26941, void, (Handle, std::uint64_t, CallStatus*)) \
+  X(method_bistream_recv, 64172, Handle, (Handle, CallStatus*))                                          \
+  X(method_bistream_send, 17421, Handle, (Handle, CallStatus*))                                          \
   X(method_sendstream_write_all, 64390, Handle, (Handle, RustBuffer))                                    \
   X(method_sendstream_finish, 43289, Handle, (Handle))                                                   \
   X(method_sendstream_stopped, 18559, Handle, (Handle))                                                  \
+  X(method_sendstream_reset, 6025, Handle, (Handle, std::uint64_t))                                      \
   X(method_sendstream_set_priority, 18123, Handle, (Handle, std::int32_t))                               \
   X(method_recvstream_read, 19153, Handle, (Handle, std::uint32_t))                                      \
   X(method_recvstream_read_exact, 6617, Handle, (Handle, std::uint32_t))                                 \
@@ -80,6 +90,8 @@ inline constexpr const char* kSupportedVersions = "1.2.x";
   X(method_endpointaddr_relay_url, 24207, RustBuffer, (Handle, CallStatus*))                             \
   X(constructor_endpointid_from_bytes, 63462, Handle, (RustBuffer, CallStatus*))                         \
   X(method_endpointid_to_bytes, 28032, RustBuffer, (Handle, CallStatus*))                                \
+  X(constructor_secretkey_from_bytes, 61009, Handle, (RustBuffer, CallStatus*))                          \
+  X(method_secretkey_public, 4129, Handle, (Handle, CallStatus*))                                        \
   X(method_iroherror_kind, 11512, RustBuffer, (Handle, CallStatus*))                                     \
   X(method_iroherror_message, 60838, RustBuffer, (Handle, CallStatus*))
 
@@ -89,7 +101,9 @@ inline constexpr const char* kSupportedVersions = "1.2.x";
   X(relaymode)                    \
   X(relaymap)                     \
   X(endpoint)                     \
-  X(incoming) X(accepting) X(connection) X(sendstream) X(recvstream) X(endpointaddr) X(endpointid) X(iroherror)
+  X(incoming)                     \
+  X(accepting)                    \
+  X(connection) X(bistream) X(sendstream) X(recvstream) X(endpointaddr) X(endpointid) X(secretkey) X(iroherror)
 
 // Results of futures: each kind has its own poll, cancel, complete and free.
 #define TORCH_IROH_ABI_FUTURES(X) X(u64, std::uint64_t) X(rust_buffer, RustBuffer) X(void, void)

@@ -2,6 +2,21 @@
 #include "iroh/objects.hpp"
 
 namespace torch_iroh::iroh {
+namespace {
+
+BiStream adopt_both(abi::Handle handle) {
+  const auto& f = abi::functions();
+  abi::CallStatus status;
+  const Handle<&abi::Functions::bistream> both(handle);
+  const abi::Handle send = f.method_bistream_send(both.lend(), &status);
+  abi::check(status, "take a stream's sending half");
+  auto sending = adopt<SendStream>(send);
+  const abi::Handle receive = f.method_bistream_recv(both.lend(), &status);
+  abi::check(status, "take a stream's receiving half");
+  return {std::move(sending), adopt<RecvStream>(receive)};
+}
+
+}  // namespace
 
 EndpointId Connection::remote_id() const {
   abi::CallStatus status;
@@ -22,6 +37,26 @@ Future<RecvStream> Connection::accept_uni() const {
                                  adopt<RecvStream>);
 }
 
+Future<BiStream> Connection::open_bi() const {
+  const auto& f = abi::functions();
+  return make_future<BiStream>(f.method_connection_open_bi(impl_->handle.lend()), f.future_u64, "open a stream",
+                               adopt_both);
+}
+
+Future<BiStream> Connection::accept_bi() const {
+  const auto& f = abi::functions();
+  return make_future<BiStream>(f.method_connection_accept_bi(impl_->handle.lend()), f.future_u64, "accept a stream",
+                               adopt_both);
+}
+
+std::string Connection::alpn() const {
+  abi::CallStatus status;
+  const abi::RustBuffer buffer = abi::functions().method_connection_alpn(impl_->handle.lend(), &status);
+  abi::check(status, "read a connection's protocol");
+  const auto bytes = abi::Lift(buffer).bytes();
+  return {reinterpret_cast<const char*>(bytes.data()), bytes.size()};
+}
+
 Future<std::string> Connection::closed() const {
   const auto& f = abi::functions();
   return make_future<std::string>(f.method_connection_closed(impl_->handle.lend()), f.future_rust_buffer,
@@ -39,6 +74,12 @@ void Connection::close(std::uint32_t error_code, const std::string& reason) cons
 void Connection::set_max_concurrent_uni_streams(std::uint64_t count) const {
   abi::CallStatus status;
   abi::functions().method_connection_set_max_concurrent_uni_streams(impl_->handle.lend(), count, &status);
+  abi::check(status, "set the stream limit");
+}
+
+void Connection::set_max_concurrent_bi_streams(std::uint64_t count) const {
+  abi::CallStatus status;
+  abi::functions().method_connection_set_max_concurrent_bi_streams(impl_->handle.lend(), count, &status);
   abi::check(status, "set the stream limit");
 }
 

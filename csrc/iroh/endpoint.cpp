@@ -17,10 +17,15 @@ using RelayMode = Handle<&abi::Functions::relaymode>;
 using Builder = Handle<&abi::Functions::endpointbuilder>;
 using Address = Handle<&abi::Functions::endpointaddr>;
 
-RelayMode relay_mode(const std::vector<RelayServer>& relays) {
+RelayMode relay_mode(const EndpointOptions& options) {
   const auto& f = abi::functions();
   abi::CallStatus status;
-  if (relays.empty()) {
+  if (options.public_relays) {
+    RelayMode mode(f.constructor_relaymode_default_mode(&status));
+    abi::check(status, "choose the public relays");
+    return mode;
+  }
+  if (options.relays.empty()) {
     RelayMode mode(f.constructor_relaymode_disabled(&status));
     abi::check(status, "switch relays off");
     return mode;
@@ -28,7 +33,7 @@ RelayMode relay_mode(const std::vector<RelayServer>& relays) {
   // Not from URLs alone: that also turns QUIC address discovery on, and costs a 3 s probe (iroh 1.2.0).
   const RelayMap map(f.constructor_relaymap_empty(&status));
   abi::check(status, "make a relay map");
-  for (const RelayServer& relay : relays) {
+  for (const RelayServer& relay : options.relays) {
     abi::Lower config;
     config.text(relay.url).tag(false).optional_text(relay.auth_token);
     f.method_relaymap_insert(map.lend(), config.buffer(), &status);
@@ -48,7 +53,8 @@ Builder make_builder(const EndpointOptions& options) {
   f.method_endpointbuilder_apply_minimal(builder.lend(), &status);
   abi::check(status, "apply the minimal preset");
   abi::Lower alpns;
-  alpns.i32(1).text(options.alpn);
+  alpns.i32(static_cast<std::int32_t>(options.alpns.size()));
+  for (const std::string& alpn : options.alpns) alpns.text(alpn);
   f.method_endpointbuilder_alpns(builder.lend(), alpns.buffer(), &status);
   abi::check(status, "set the protocol name");
   if (options.bind_addr) {
@@ -59,7 +65,7 @@ Builder make_builder(const EndpointOptions& options) {
     f.method_endpointbuilder_secret_key(builder.lend(), abi::Lower().bytes(*options.secret_key).buffer(), &status);
     abi::check(status, "set the secret key");
   }
-  f.method_endpointbuilder_relay_mode(builder.lend(), relay_mode(options.relays).lend(), &status);
+  f.method_endpointbuilder_relay_mode(builder.lend(), relay_mode(options).lend(), &status);
   abi::check(status, "set the relays");
   return builder;
 }
@@ -133,6 +139,17 @@ EndpointId lift_id(abi::Handle endpoint_id) {
   return id;
 }
 
+EndpointId public_key(const SecretKey& key) {
+  const auto& f = abi::functions();
+  abi::CallStatus status;
+  const Handle<&abi::Functions::secretkey> secret(
+      f.constructor_secretkey_from_bytes(abi::Lower().bytes(key).buffer(), &status));
+  abi::check(status, "read a secret key");
+  const abi::Handle id = f.method_secretkey_public(secret.lend(), &status);
+  abi::check(status, "derive a public key");
+  return lift_id(id);
+}
+
 Future<Endpoint> Endpoint::bind(const EndpointOptions& options) {
   const auto& f = abi::functions();
   return make_future<Endpoint>(f.method_endpointbuilder_bind(make_builder(options).lend()), f.future_u64,
@@ -171,6 +188,18 @@ Future<Nothing> Endpoint::online() const {
   const auto& f = abi::functions();
   return make_future<Nothing>(f.method_endpoint_online(impl_->handle.lend()), f.future_void, "wait for a relay",
                               [] { return Nothing{}; });
+}
+
+Future<Nothing> Endpoint::add_external_addr(const std::string& addr) const {
+  const auto& f = abi::functions();
+  return make_future<Nothing>(f.method_endpoint_add_external_addr(impl_->handle.lend(), abi::Lower::raw(addr)),
+                              f.future_void, "add an external address", [] { return Nothing{}; });
+}
+
+Future<Nothing> Endpoint::remove_external_addr(const std::string& addr) const {
+  const auto& f = abi::functions();
+  return make_future<Nothing>(f.method_endpoint_remove_external_addr(impl_->handle.lend(), abi::Lower::raw(addr)),
+                              f.future_void, "remove an external address", [] { return Nothing{}; });
 }
 
 Future<Connection> Endpoint::connect(const EndpointAddr& peer, const std::string& alpn) const {

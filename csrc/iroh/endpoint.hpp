@@ -35,11 +35,15 @@ struct RelayServer {
   std::optional<std::string> auth_token;
 };
 
+using SecretKey = std::array<std::byte, 32>;
+EndpointId public_key(const SecretKey& key);
+
 struct EndpointOptions {
-  std::string alpn;
-  std::optional<std::string> bind_addr;                 // "ip:port"; none: every interface, any port
-  std::optional<std::array<std::byte, 32>> secret_key;  // none: a fresh one
-  std::vector<RelayServer> relays;                      // none: no relay at all
+  std::vector<std::string> alpns;        // the protocols that are let in
+  std::optional<std::string> bind_addr;  // "ip:port"; none: every interface, any port
+  std::optional<SecretKey> secret_key;   // none: a fresh one
+  std::vector<RelayServer> relays;       // none: no relay at all
+  bool public_relays = false;            // those of iroh's makers, instead
 };
 
 struct Path {
@@ -70,6 +74,7 @@ class SendStream {  // move-only
   Future<Nothing> finish();
   Future<Nothing> stopped();  // ready when the peer has everything, or has stopped the stream
   Future<Nothing> set_priority(std::int32_t priority);
+  Future<Nothing> reset(std::uint64_t error_code);
 
   struct Impl;
   explicit SendStream(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -92,14 +97,23 @@ class RecvStream {  // move-only
   std::shared_ptr<Impl> impl_;
 };
 
+struct BiStream {
+  SendStream send;
+  RecvStream receive;
+};
+
 class Connection {  // cheap to copy: all copies are one connection
  public:
   EndpointId remote_id() const;
   Future<SendStream> open_uni() const;
   Future<RecvStream> accept_uni() const;
+  Future<BiStream> open_bi() const;  // the peer learns of it with its first byte
+  Future<BiStream> accept_bi() const;
   Future<std::string> closed() const;  // ready when the connection has ended; why
   void close(std::uint32_t error_code, const std::string& reason) const;
   void set_max_concurrent_uni_streams(std::uint64_t count) const;
+  void set_max_concurrent_bi_streams(std::uint64_t count) const;
+  std::string alpn() const;
   std::vector<Path> paths() const;
   ConnectionStats stats() const;
 
@@ -142,6 +156,9 @@ class Endpoint {  // cheap to copy: all copies are one endpoint
   EndpointAddr addr() const;
   std::vector<std::string> bound_sockets() const;
   Future<Nothing> online() const;  // ready when a relay is usable
+  // "ip:port" under which this endpoint is reached from outside: offered to peers, those connected already too.
+  Future<Nothing> add_external_addr(const std::string& addr) const;
+  Future<Nothing> remove_external_addr(const std::string& addr) const;
   Future<Connection> connect(const EndpointAddr& peer, const std::string& alpn) const;
   Future<std::optional<Incoming>> accept_next() const;  // none once the endpoint is closed
   Future<Nothing> close() const;

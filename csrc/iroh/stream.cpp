@@ -45,6 +45,12 @@ Future<Nothing> SendStream::set_priority(std::int32_t priority) {
                               "set a stream's priority", nothing);
 }
 
+Future<Nothing> SendStream::reset(std::uint64_t error_code) {
+  const auto& f = abi::functions();
+  return make_future<Nothing>(f.method_sendstream_reset(impl_->handle.lend(), error_code), f.future_void,
+                              "reset a stream", nothing);
+}
+
 Future<Payload> RecvStream::read(std::uint32_t limit) {
   const auto& f = abi::functions();
   return make_future<Payload>(f.method_recvstream_read(impl_->handle.lend(), limit), f.future_rust_buffer,

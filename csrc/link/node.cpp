@@ -96,7 +96,7 @@ void Node::leave_all() {
 
 void Node::start() {
   iroh::EndpointOptions options;
-  options.alpn = kAlpn;
+  options.alpns = {kAlpn};
   if (!options_.bind_addr.empty()) options.bind_addr = options_.bind_addr;
   endpoint_ = iroh::Endpoint::bind(options).get(after(Clock::now(), kBindTimeout));
   id_ = endpoint_.id();

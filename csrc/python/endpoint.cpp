@@ -2,6 +2,7 @@
 // itself?) and for tests that play a hostile peer.
 #include <atomic>
 #include <condition_variable>
+#include <cstring>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -19,6 +20,13 @@ namespace {
 
 TimePoint in_seconds(double seconds) {
   return after(Clock::now(), std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds)));
+}
+
+iroh::SecretKey to_key(const std::string& bytes) {
+  iroh::SecretKey key{};
+  if (bytes.size() != key.size()) throw Error(ErrorKind::invalid, "a secret key has 32 bytes");
+  std::memcpy(key.data(), bytes.data(), key.size());
+  return key;
 }
 
 // Counts what many completions did, and lets one thread wait for the sum.
@@ -123,6 +131,31 @@ class RawConnection {
   void close() { connection_.close(0, "done"); }
   std::string remote_id() const { return iroh::to_hex(connection_.remote_id()); }
 
+  // What the peer wrote on one stream that it opened and finished: at most `limit` bytes.
+  py::bytes read(std::uint32_t limit, double timeout) {
+    std::string all;
+    {
+      const py::gil_scoped_release release;
+      const TimePoint by = in_seconds(timeout);
+      auto stream = connection_.accept_uni().get(by);
+      while (all.size() < limit) {
+        const Payload piece = stream.read(limit - static_cast<std::uint32_t>(all.size())).get(by);
+        if (piece.size() == 0) break;
+        all.append(reinterpret_cast<const char*>(piece.bytes().data()), piece.size());
+      }
+    }
+    return {all.data(), all.size()};
+  }
+
+  // (address or relay URL, is it a relay, is it the one in use, round trip in ms) of every open path.
+  std::vector<std::tuple<std::string, bool, bool, std::uint64_t>> paths() const {
+    std::vector<std::tuple<std::string, bool, bool, std::uint64_t>> all;
+    for (const iroh::Path& path : connection_.paths()) {
+      all.emplace_back(path.remote_addr, path.relay, path.selected, path.rtt_ms);
+    }
+    return all;
+  }
+
  private:
   iroh::Connection connection_;
   std::vector<iroh::SendStream> kept_;
@@ -130,22 +163,36 @@ class RawConnection {
 
 class RawEndpoint {
  public:
-  RawEndpoint(const std::string& bind, const std::string& alpn) : alpn_(alpn) {
+  using Relays = std::vector<std::pair<std::string, std::optional<std::string>>>;
+
+  RawEndpoint(const std::string& bind, const std::string& alpn, const Relays& relays,
+              const std::optional<std::string>& secret_key)
+      : alpn_(alpn) {
     iroh::EndpointOptions options;
-    options.alpn = alpn;
+    options.alpns = {alpn};
     options.bind_addr = bind;
+    for (const auto& [url, token] : relays) options.relays.push_back({url, token});
+    if (secret_key) options.secret_key = to_key(*secret_key);
     endpoint_ = iroh::Endpoint::bind(options).get(in_seconds(10));
   }
 
   std::string id() const { return iroh::to_hex(endpoint_.id()); }
   std::vector<std::string> addresses() const { return endpoint_.addr().direct; }
+  std::optional<std::string> relay_url() const { return endpoint_.addr().relay_url; }
+  void online(double timeout) { endpoint_.online().get(in_seconds(timeout)); }
+  void add_external_addr(const std::string& addr, double timeout) {
+    if (!iroh::is_socket_address(addr)) throw Error(ErrorKind::invalid, "not an address: " + addr);
+    endpoint_.add_external_addr(addr).get(in_seconds(timeout));
+  }
 
-  RawConnection connect(const std::string& id, const std::vector<std::string>& addresses, double timeout) {
+  RawConnection connect(const std::string& id, const std::vector<std::string>& addresses, double timeout,
+                        const std::optional<std::string>& relay_url) {
     iroh::EndpointAddr addr;
     const auto parsed = iroh::id_from_hex(id);
     if (!parsed) throw Error(ErrorKind::invalid, "not an endpoint id: " + id);
     addr.id = *parsed;
     addr.direct = addresses;
+    addr.relay_url = relay_url;
     return RawConnection(endpoint_.connect(addr, alpn_).get(in_seconds(timeout)));
   }
 
@@ -184,16 +231,34 @@ void bind_endpoint(py::module_& module) {
       .def("write", &RawConnection::write, py::arg("bytes"), py::arg("timeout") = 10.0)
       .def("wait_closed", &RawConnection::wait_closed, py::arg("timeout"), Release())
       .def("close", &RawConnection::close, Release())
-      .def("remote_id", &RawConnection::remote_id);
+      .def("remote_id", &RawConnection::remote_id)
+      .def("read", &RawConnection::read, py::arg("limit"), py::arg("timeout") = 10.0)
+      .def("paths", &RawConnection::paths);
   py::class_<RawEndpoint>(module, "RawEndpoint")
-      .def(py::init<const std::string&, const std::string&>(), py::arg("bind"), py::arg("alpn"), Release())
+      .def(py::init([](const std::string& bind, const std::string& alpn, const RawEndpoint::Relays& relays,
+                       const std::optional<py::bytes>& secret_key) {
+             std::optional<std::string> key;
+             if (secret_key) key = std::string(*secret_key);
+             const py::gil_scoped_release release;
+             return std::make_unique<RawEndpoint>(bind, alpn, relays, key);
+           }),
+           py::arg("bind"), py::arg("alpn"), py::arg("relays") = RawEndpoint::Relays{},
+           py::arg("secret_key") = py::none())
       .def("id", &RawEndpoint::id)
       .def("addresses", &RawEndpoint::addresses)
-      .def("connect", &RawEndpoint::connect, py::arg("id"), py::arg("addresses"), py::arg("timeout") = 10.0, Release())
+      .def("connect", &RawEndpoint::connect, py::arg("id"), py::arg("addresses"), py::arg("timeout") = 10.0,
+           py::arg("relay_url") = py::none(), Release())
+      .def("relay_url", &RawEndpoint::relay_url)
+      .def("online", &RawEndpoint::online, py::arg("timeout") = 10.0, Release())
+      .def("add_external_addr", &RawEndpoint::add_external_addr, py::arg("addr"), py::arg("timeout") = 5.0, Release())
       .def("accept", &RawEndpoint::accept, py::arg("timeout") = 10.0, Release())
       .def("record", &RawEndpoint::record, py::arg("chunk_bytes"), py::arg("members"))
       .def("close", &RawEndpoint::close, Release());
   module.attr("ALPN") = link::kAlpn;
+  module.def(
+      "public_key",
+      [](const py::bytes& secret_key) { return iroh::to_hex(iroh::public_key(to_key(std::string(secret_key)))); },
+      py::arg("secret_key"), "The endpoint id, in hex, of a secret key of 32 bytes.");
 }
 
 }  // namespace torch_iroh::python

@@ -42,7 +42,7 @@ inline constexpr const char* kTestAlpn = "torch-iroh-test/1";
 
 inline iroh::Endpoint bind_loopback(const std::string& alpn = kTestAlpn) {
   iroh::EndpointOptions options;
-  options.alpn = alpn;
+  options.alpns = {alpn};
   options.bind_addr = "127.0.0.1:0";
   return iroh::Endpoint::bind(options).get(soon());
 }

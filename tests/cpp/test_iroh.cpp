@@ -175,7 +175,7 @@ TEST_CASE("endpoint: binds, knows its id and address, connects, accepts and clos
 TEST_CASE("endpoint: a secret key makes the id, each time the same") {
   if (!have_library()) return;
   iroh::EndpointOptions options;
-  options.alpn = kTestAlpn;
+  options.alpns = {kTestAlpn};
   options.bind_addr = "127.0.0.1:0";
   options.secret_key.emplace();
   options.secret_key->fill(std::byte{7});
@@ -184,6 +184,79 @@ TEST_CASE("endpoint: a secret key makes the id, each time the same") {
   CHECK(first.id() == second.id());
   first.close().get(soon());
   second.close().get(soon());
+}
+
+TEST_CASE("endpoint: the public key of a secret key is the id of its endpoint, and that of RFC 8032") {
+  if (!have_library()) return;
+  iroh::SecretKey key{};
+  const std::string seed = "9d61b19deffd5a60ba844af492ec2cc44449c5697b326919703bac031cae7f60";  // test 1 of section 7.1
+  for (std::size_t i = 0; i < key.size(); ++i) key[i] = std::byte(std::stoi(seed.substr(2 * i, 2), nullptr, 16));
+  CHECK(iroh::to_hex(iroh::public_key(key)) == "d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a");
+  iroh::EndpointOptions options;
+  options.alpns = {kTestAlpn};
+  options.bind_addr = "127.0.0.1:0";
+  options.secret_key = key;
+  const iroh::Endpoint endpoint = iroh::Endpoint::bind(options).get(soon());
+  CHECK(endpoint.id() == iroh::public_key(key));
+  endpoint.close().get(soon());
+}
+
+TEST_CASE("endpoint: several protocols, each connection says which") {
+  if (!have_library()) return;
+  iroh::EndpointOptions options;
+  options.alpns = {"one/1", "two/1"};
+  options.bind_addr = "127.0.0.1:0";
+  const iroh::Endpoint listener = iroh::Endpoint::bind(options).get(soon());
+  const iroh::Endpoint dialer = bind_loopback();
+  for (const std::string alpn : {"two/1", "one/1"}) {
+    Outcome outcome;
+    iroh::Connection dialed;
+    dialer.connect(listener.addr(), alpn).then([&](Result<iroh::Connection> result) {
+      if (result.ok()) dialed = result.value();
+      const Error* error = result.ok() ? nullptr : &result.error();
+      outcome.set(error);
+    });
+    const auto accepted = listener.accept_next().get(soon())->accept().get(soon()).handshake().get(soon());
+    REQUIRE(outcome.wait());
+    CHECK(accepted.alpn() == alpn);
+    CHECK(dialed.alpn() == alpn);
+  }
+  dialer.close().get(soon());
+  listener.close().get(soon());
+}
+
+TEST_CASE("endpoint: an external address is one of its addresses, until it is taken back") {
+  if (!have_library()) return;
+  const iroh::Endpoint endpoint = bind_loopback();
+  const auto has = [&](const std::string& wanted) {
+    const auto direct = endpoint.addr().direct;
+    return std::find(direct.begin(), direct.end(), wanted) != direct.end();
+  };
+  endpoint.add_external_addr("203.0.113.7:4242").get(soon());
+  CHECK(eventually([&] { return has("203.0.113.7:4242"); }));
+  endpoint.remove_external_addr("203.0.113.7:4242").get(soon());
+  CHECK(eventually([&] { return !has("203.0.113.7:4242"); }));
+  endpoint.close().get(soon());
+}
+
+TEST_CASE("stream: both ways, half closed, and reset") {
+  if (!have_library()) return;
+  ConnectedPair pair;
+  const auto text = [](const Payload& payload) {
+    return std::string(reinterpret_cast<const char*>(payload.bytes().data()), payload.size());
+  };
+  const auto bytes = [](const std::string& from) { return std::as_bytes(std::span(from.data(), from.size())); };
+  iroh::BiStream here = pair.dialed.open_bi().get(soon());
+  here.send.write_all(bytes("ping")).get(soon());
+  here.send.finish().get(soon());
+  iroh::BiStream there = pair.accepted.accept_bi().get(soon());
+  CHECK(text(there.receive.read_exact(4).get(soon())) == "ping");
+  CHECK(there.receive.read(1).get(soon()).size() == 0);
+  there.send.write_all(bytes("pong")).get(soon());  // this half is still open
+  CHECK(text(here.receive.read_exact(4).get(soon())) == "pong");
+  there.send.reset(9).get(soon());
+  const Error error = error_of([&] { here.receive.read(1).get(soon()); });
+  CHECK(error.kind() == ErrorKind::network);
 }
 
 TEST_CASE("endpoint: accept ends with none when the endpoint closes") {
@@ -198,7 +271,7 @@ TEST_CASE("endpoint: accept ends with none when the endpoint closes") {
 TEST_CASE("future: an error keeps iroh's text and kind, and says what was being done") {
   if (!have_library()) return;
   iroh::EndpointOptions options;
-  options.alpn = kTestAlpn;
+  options.alpns = {kTestAlpn};
   options.bind_addr = "not an address";
   const Error bind = error_of([&] { iroh::Endpoint::bind(options).get(soon()); });
   CHECK(bind.kind() == ErrorKind::network);
