@@ -17,6 +17,9 @@ class Options:
     heartbeat: float | None
     connect_timeout: float | None
     bind: str | None
+    relay: str | None
+    relay_token: str | None
+    observer: str | None
     _timeout: timedelta
 
     def __init__(
@@ -36,6 +39,9 @@ class Options:
         heartbeat: float | None = None,
         connect_timeout: float | None = None,
         bind: str | None = None,
+        relay: str | None = None,
+        relay_token: str | None = None,
+        observer: str | None = None,
     ) -> None: ...
 
 def __getattr__(name: str) -> Any: ...

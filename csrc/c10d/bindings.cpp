@@ -24,7 +24,8 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
                             std::optional<std::string> compression, std::optional<std::string> inner,
                             std::optional<std::int64_t> streams, IrohOptions::Seconds peer_timeout,
                             IrohOptions::Seconds heartbeat, IrohOptions::Seconds connect_timeout,
-                            std::optional<std::string> bind) {
+                            std::optional<std::string> bind, std::optional<std::string> relay,
+                            std::optional<std::string> relay_token, std::optional<std::string> observer) {
   auto options = c10::make_intrusive<IrohOptions>();
   if (timeout) options->timeout = *timeout;
   options->chunk_bytes = chunk_bytes;
@@ -41,6 +42,9 @@ IrohOptionsPtr make_options(std::optional<std::chrono::milliseconds> timeout, st
   options->heartbeat = heartbeat;
   options->connect_timeout = connect_timeout;
   options->bind = std::move(bind);
+  options->relay = std::move(relay);
+  options->relay_token = std::move(relay_token);
+  options->observer = std::move(observer);
   // Wrong values are refused here, where the user's line is in the traceback.
   options->resolved_chunk_bytes();
   options->resolved_pins();
@@ -61,13 +65,14 @@ std::string shown(const char* name, const std::optional<T>& value) {
 }
 
 std::string repr(const IrohOptions& options) {
-  std::string text = shown("chunk_bytes", options.chunk_bytes) + shown("algorithm", options.algorithm) +
-                     shown("plan", options.plan) + shown("connect", options.connect) +
-                     shown("shared_memory", options.shared_memory) + shown("probe", options.probe) +
-                     shown("site", options.site) + shown("compression", options.compression) +
-                     shown("inner", options.inner) + shown("streams", options.streams) +
-                     shown("peer_timeout", options.peer_timeout) + shown("heartbeat", options.heartbeat) +
-                     shown("connect_timeout", options.connect_timeout) + shown("bind", options.bind);
+  std::string text =
+      shown("chunk_bytes", options.chunk_bytes) + shown("algorithm", options.algorithm) + shown("plan", options.plan) +
+      shown("connect", options.connect) + shown("shared_memory", options.shared_memory) +
+      shown("probe", options.probe) + shown("site", options.site) + shown("compression", options.compression) +
+      shown("inner", options.inner) + shown("streams", options.streams) + shown("peer_timeout", options.peer_timeout) +
+      shown("heartbeat", options.heartbeat) + shown("connect_timeout", options.connect_timeout) +
+      shown("bind", options.bind) + shown("relay", options.relay) + (options.relay_token ? ", relay_token=..." : "") +
+      shown("observer", options.observer);
   return "torch_iroh.Options(" + (text.empty() ? text : text.substr(2)) + ")";
 }
 
@@ -180,13 +185,19 @@ Of this process; the first group decides, later groups must leave them unset or 
     heartbeat (float): seconds between signs of life, at most half of peer_timeout; default 0.5, or that half if less.
     connect_timeout (float): seconds to reach a peer; default 10.
     bind (str): "ip:port" to listen on, e.g. "127.0.0.1:0"; default: every interface, any port.
+    relay (str): how peers are reached that cannot be reached directly: URLs of relays, separated by commas
+        (``torch-iroh relay`` prints its own), "n0" for iroh's public relays, or "none", the default without a ticket.
+    relay_token (str): the password that these relays ask for. Better in TORCH_IROH_RELAY_TOKEN; repr does not show it.
+    observer (str): endpoints that tell this process its address as seen from outside, "<id>@ip:port", separated by
+        commas. Without one, two processes that are both behind a NAT meet on a relay only.
 
 The group's timeout is ``init_process_group``'s ``timeout`` argument.
 )")
       .def(py::init([](const py::kwargs& kwargs) {
         static const std::set<std::string> known = {
-            "chunk_bytes", "algorithm", "plan",    "probe",        "connect",   "shared_memory",   "site",
-            "compression", "inner",     "streams", "peer_timeout", "heartbeat", "connect_timeout", "bind"};
+            "chunk_bytes", "algorithm",   "plan",    "probe",        "connect",   "shared_memory",   "site",
+            "compression", "inner",       "streams", "peer_timeout", "heartbeat", "connect_timeout", "bind",
+            "relay",       "relay_token", "observer"};
         for (const auto& [key, value] : kwargs) {
           const auto name = key.cast<std::string>();
           if (known.contains(name)) continue;
@@ -207,15 +218,16 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
                                  py::str(py::type::of(kwargs[name]).attr("__name__")).template cast<std::string>());
           }
         };
-        return make_options(std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
-                            get("algorithm", std::optional<std::string>()), get("plan", std::optional<std::string>()),
-                            get("connect", std::optional<std::string>()),
-                            get("shared_memory", std::optional<std::string>()),
-                            get("probe", std::optional<std::string>()), get("site", std::optional<std::string>()),
-                            get("compression", std::optional<std::string>()),
-                            get("inner", std::optional<std::string>()), get("streams", std::optional<std::int64_t>()),
-                            get("peer_timeout", std::optional<double>()), get("heartbeat", std::optional<double>()),
-                            get("connect_timeout", std::optional<double>()), get("bind", std::optional<std::string>()));
+        return make_options(
+            std::nullopt, get("chunk_bytes", std::optional<std::int64_t>()),
+            get("algorithm", std::optional<std::string>()), get("plan", std::optional<std::string>()),
+            get("connect", std::optional<std::string>()), get("shared_memory", std::optional<std::string>()),
+            get("probe", std::optional<std::string>()), get("site", std::optional<std::string>()),
+            get("compression", std::optional<std::string>()), get("inner", std::optional<std::string>()),
+            get("streams", std::optional<std::int64_t>()), get("peer_timeout", std::optional<double>()),
+            get("heartbeat", std::optional<double>()), get("connect_timeout", std::optional<double>()),
+            get("bind", std::optional<std::string>()), get("relay", std::optional<std::string>()),
+            get("relay_token", std::optional<std::string>()), get("observer", std::optional<std::string>()));
       }))
       .def_readonly("chunk_bytes", &IrohOptions::chunk_bytes)
       .def_readonly("algorithm", &IrohOptions::algorithm)
@@ -231,6 +243,9 @@ The group's timeout is ``init_process_group``'s ``timeout`` argument.
       .def_readonly("heartbeat", &IrohOptions::heartbeat)
       .def_readonly("connect_timeout", &IrohOptions::connect_timeout)
       .def_readonly("bind", &IrohOptions::bind)
+      .def_readonly("relay", &IrohOptions::relay)
+      .def_readonly("relay_token", &IrohOptions::relay_token)
+      .def_readonly("observer", &IrohOptions::observer)
       .def("__copy__", [](const IrohOptions& self) { return c10::make_intrusive<IrohOptions>(self); })
       .def("__deepcopy__",
            [](const IrohOptions& self, const py::dict&) { return c10::make_intrusive<IrohOptions>(self); })

@@ -162,6 +162,14 @@ link::NodeOptions IrohOptions::resolved_node_options() const {
     }
     options.bind_addr = std::move(*value);
   }
+  if (const auto value = text_option(relay, "TORCH_IROH_RELAY")) {
+    link::parse_relays(*value, text_option(relay_token, "TORCH_IROH_RELAY_TOKEN"), options.reach);
+  } else if (relay_token) {
+    refuse("relay_token", "set without relay", "a relay beside it");
+  }
+  if (const auto value = text_option(observer, "TORCH_IROH_OBSERVER")) {
+    options.reach.observers = link::parse_observers(*value);
+  }
   return options;
 }
 

@@ -37,6 +37,9 @@ struct IrohOptions final : ::c10d::Backend::Options {
   Seconds heartbeat;                    // default 0.5
   Seconds connect_timeout;              // default 10
   std::optional<std::string> bind;      // "ip:port", default: every interface, any port
+  std::optional<std::string> relay;     // URLs, "n0", or "none" (default)
+  std::optional<std::string> relay_token;
+  std::optional<std::string> observer;  // endpoints that tell this process its public address; default: none
 
   // What holds in the end. Throw Error(invalid) naming the option and what is allowed.
   std::uint32_t resolved_chunk_bytes() const;

@@ -33,6 +33,7 @@ struct EndpointAddr {
 struct RelayServer {
   std::string url;
   std::optional<std::string> auth_token;
+  bool operator==(const RelayServer&) const = default;
 };
 
 using SecretKey = std::array<std::byte, 32>;

@@ -11,6 +11,7 @@ namespace torch_iroh::link {
 namespace {
 
 constexpr Duration kBindTimeout = milliseconds(10000);
+constexpr Duration kReachTimeout = milliseconds(3000);
 constexpr Duration kEndpointCloseTimeout = milliseconds(300);
 constexpr Duration kExitLinger = milliseconds(2000);
 constexpr Duration kStrangerTimeout = milliseconds(30000);
@@ -38,9 +39,10 @@ std::shared_ptr<Node> Node::running(const NodeOptions& options) {
   const std::lock_guard lock(node->mutex_);
   if (node->closing_) return nullptr;
   if (node->options_ != options) {
-    throw Error(ErrorKind::invalid,
-                "streams, heartbeat, peer_timeout, connect_timeout and bind are per process: a running group of this "
-                "process uses other values. Leave them unset here, or set them in the first group");
+    throw Error(
+        ErrorKind::invalid,
+        "streams, heartbeat, peer_timeout, connect_timeout, bind, relay and observer are per process: a running "
+        "group of this process uses other values. Leave them unset here, or set them in the first group");
   }
   return node;
 }
@@ -98,8 +100,12 @@ void Node::start() {
   iroh::EndpointOptions options;
   options.alpns = {kAlpn};
   if (!options_.bind_addr.empty()) options.bind_addr = options_.bind_addr;
+  options.relays = options_.reach.relays;
+  options.public_relays = options_.reach.public_relays;
   endpoint_ = iroh::Endpoint::bind(options).get(after(Clock::now(), kBindTimeout));
   id_ = endpoint_.id();
+  reach_ = std::make_shared<Reach>(endpoint_, options_.reach);
+  reach_->start(after(Clock::now(), kReachTimeout));
   last_tick_ = Clock::now();
   accept_next();
   arm_tick();
@@ -304,6 +310,7 @@ void Node::tick() {
     strangers_.erase(old, strangers_.end());
   }
   for (const auto& link : links) link->on_tick(now, paused);
+  reach_->on_tick(now);
   for (const Stranger& one : expired) refuse(one.id, one.connection);
   arm_tick();
 }

@@ -13,12 +13,14 @@
 
 #include "base/workers.hpp"
 #include "link/link.hpp"
+#include "link/reach.hpp"
 
 namespace torch_iroh::link {
 
 struct NodeOptions {
   LinkOptions link;
   std::string bind_addr;  // "ip:port"; empty: every interface, any port
+  ReachOptions reach;
   bool operator==(const NodeOptions&) const = default;
 };
 
@@ -85,6 +87,7 @@ class Node : public std::enable_shared_from_this<Node> {
 
   const NodeOptions options_;
   iroh::Endpoint endpoint_;
+  std::shared_ptr<Reach> reach_;
   iroh::EndpointId id_{};
 
   std::mutex mutex_;

@@ -38,6 +38,8 @@ ALLOWED = {  # option: (text of what is allowed, wrong values)
     "heartbeat": ("0.02 to 1200 seconds", [0, -1.0, 0.01, 1201.0, float("nan")]),
     "connect_timeout": ("0.1 to 3600 seconds", [0, -1.0, 0.05, 3601.0, float("nan")]),
     "bind": ("ip:port", ["nonsense", "127.0.0.1", "127.0.0.1:99999", "host.example:1", ":", "127.0.0.1:-1"]),
+    "relay": ("relay URLs", ["relay.example.org", "ftp://x", "http://", "http://a b"]),
+    "observer": ("<64 hex digits>@ip:port", ["203.0.113.1:4000", "ab@203.0.113.1:4000", "0" * 64 + "@host:1"]),
 }
 RIGHT = {
     "chunk_bytes": 65536,
@@ -51,6 +53,8 @@ RIGHT = {
     "heartbeat": 0.25,
     "connect_timeout": 7.0,
     "bind": "127.0.0.1:0",
+    "relay": "none",
+    "observer": "",
 }
 
 
@@ -120,6 +124,8 @@ def test_options_repeat_themselves():
         ("TORCH_IROH_HEARTBEAT", "2", "heartbeat.*half of peer_timeout"),
         ("TORCH_IROH_CONNECT_TIMEOUT", "-1", "connect_timeout.*0.1 to 3600 seconds"),
         ("TORCH_IROH_BIND", "nowhere", "bind.*ip:port"),
+        ("TORCH_IROH_RELAY", "relay.example.org", r"relay.*relay URLs \(http://... or https://...\).*'n0'.*'none'"),
+        ("TORCH_IROH_OBSERVER", "203.0.113.1:4000", r"observer.*<64 hex digits>@ip:port"),
     ],
 )
 def test_environment_variables_are_validated_like_options(run, variable, value, text):
