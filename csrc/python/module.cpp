@@ -25,6 +25,7 @@ PYBIND11_MODULE(_core, module) {
   bind_endpoint(module);
   bind_plan(module);
   bind_codec(module);
+  bind_relay(module);
 }
 
 }  // namespace torch_iroh::python
