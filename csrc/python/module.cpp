@@ -26,6 +26,7 @@ PYBIND11_MODULE(_core, module) {
   bind_plan(module);
   bind_codec(module);
   bind_relay(module);
+  bind_observer(module);
 }
 
 }  // namespace torch_iroh::python
