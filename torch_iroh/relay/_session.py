@@ -107,7 +107,8 @@ class Session(asyncio.BufferedProtocol):
         if not self._owner.welcome(self):
             self.abort()
             return
-        self._transport.set_write_buffer_limits(high=0)
+        # Nothing is to wait here. Not 0: a TLS transport would pause at 0 bytes, and then nothing makes it resume.
+        self._transport.set_write_buffer_limits(high=1)
         if hasattr(socket, "TCP_NOTSENT_LOWAT"):
             transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
         self._timer = self._loop.call_later(self._owner.options.handshake_timeout, self._on_slow)

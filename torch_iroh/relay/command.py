@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import importlib.util
 import json
 import logging
 import os
@@ -182,11 +181,11 @@ def _reload(server: RelayServer, given: argparse.Namespace) -> None:
 
 def _new_loop() -> asyncio.AbstractEventLoop:
     """That of uvloop where it is installed, which takes less of the core; the log says which."""
-    if importlib.util.find_spec("uvloop") is not None:
+    try:
         import uvloop
-
-        return uvloop.new_event_loop()
-    return asyncio.new_event_loop()
+    except ImportError:
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
