@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from torch_iroh import _plan
+from torch_iroh import _plan, _units
 from torch_iroh._plan import Link, Plan, plan
 
 _DESCRIPTION = """\
@@ -25,38 +25,6 @@ Latency is one way, half of what ping shows."""
 _EPILOG = """\
 example:
   torch-iroh topology 1000 --bytes 64Mi --bandwidth 1Gbit --latency 25ms"""
-
-_BYTES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_BITS = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
-_SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-
-
-def _quantity(text: str) -> tuple[float, str]:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
-    return (float(match[1]), match[2]) if match else (-1.0, "")
-
-
-def _bytes(text: str) -> int:
-    number, unit = _quantity(text)
-    unit = unit.removesuffix("b") if unit.endswith("ib") or unit in ("b", "kb", "mb", "gb") else unit
-    if number < 0 or unit not in _BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 4096, 64Ki or 64Mi")
-    return int(number * _BYTES[unit])
-
-
-def _bandwidth(text: str) -> float:
-    number, unit = _quantity(text)
-    unit = unit.removesuffix("/s").removesuffix("ps")
-    if number <= 0 or unit not in _BITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a bandwidth like 100Mbit or 10Gbit")
-    return number * _BITS[unit] / 8
-
-
-def _latency(text: str) -> float:
-    number, unit = _quantity(text)
-    if number < 0 or unit not in _SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time like 50ms or 200us")
-    return number * _SECONDS[unit]
 
 
 def _positive(text: str) -> int:
@@ -74,12 +42,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("ranks", type=_positive, metavar="N", help="ranks")
     parser.add_argument("--op", default="all_reduce", help="the collective (all_reduce)")
-    parser.add_argument("--bytes", type=_bytes, default=64 << 20, metavar="SIZE", help="of the whole (64Mi)")
+    parser.add_argument("--bytes", type=_units.size, default=64 << 20, metavar="SIZE", help="of the whole (64Mi)")
     parser.add_argument("--dtype", default="float32", help="of the elements (float32)")
     parser.add_argument("--ranks-per-host", type=_positive, default=1, metavar="K", help="(1)")
     parser.add_argument("--hosts-per-site", type=_positive, default=None, metavar="M", help="(no sites: all are apart)")
-    parser.add_argument("--bandwidth", type=_bandwidth, default=_plan.WAN.bandwidth, metavar="RATE", help="(1Gbit)")
-    parser.add_argument("--latency", type=_latency, default=_plan.WAN.latency, metavar="TIME", help="one way (25ms)")
+    parser.add_argument(
+        "--bandwidth", type=_units.bandwidth, default=_plan.WAN.bandwidth, metavar="RATE", help="(1Gbit)"
+    )
+    parser.add_argument(
+        "--latency", type=_units.seconds, default=_plan.WAN.latency, metavar="TIME", help="one way (25ms)"
+    )
     parser.add_argument(
         "--algorithm",
         default="auto",

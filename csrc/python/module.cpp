@@ -25,6 +25,8 @@ PYBIND11_MODULE(_core, module) {
   bind_endpoint(module);
   bind_plan(module);
   bind_codec(module);
+  bind_relay(module);
+  bind_observer(module);
 }
 
 }  // namespace torch_iroh::python

@@ -10,5 +10,7 @@ void bind_in_process(pybind11::module_& module);
 void bind_endpoint(pybind11::module_& module);
 void bind_plan(pybind11::module_& module);
 void bind_codec(pybind11::module_& module);
+void bind_relay(pybind11::module_& module);
+void bind_observer(pybind11::module_& module);
 
 }  // namespace torch_iroh::python

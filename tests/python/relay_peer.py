@@ -1,0 +1,67 @@
+"""A process with one iroh endpoint, for the tests of the relay: a JSON line in is an operation, one out its result.
+
+Arguments: the address to bind, and the relays as JSON: [[url, token or null], ...].
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from torch_iroh._native import core_module, open_library
+
+DEADLINE = 30.0
+PIECE = 1 << 18
+
+
+class Peer:
+    def __init__(self, bind: str, relays: list[tuple[str, str | None]]) -> None:
+        open_library()
+        self.endpoint = core_module().RawEndpoint(bind, "relay-test/1", [tuple(relay) for relay in relays])
+        self.connection: Any = None
+
+    def id(self) -> str:
+        return str(self.endpoint.id())
+
+    def relay_url(self) -> str | None:
+        url = self.endpoint.relay_url()
+        return None if url is None else str(url)
+
+    def online(self, timeout: float = DEADLINE) -> None:
+        self.endpoint.online(timeout)
+
+    def connect(self, peer: str, url: str, timeout: float = DEADLINE) -> None:
+        self.connection = self.endpoint.connect(peer, [], timeout, url)
+
+    def accept(self, timeout: float = DEADLINE) -> str:
+        self.connection = self.endpoint.accept(timeout)
+        return str(self.connection.remote_id())
+
+    def transfer(self, send: int, receive: int, streams: int = 1, timeout: float = 60.0) -> None:
+        self.connection.transfer(send, receive, PIECE, streams, timeout)
+
+    def write(self, text: str) -> None:
+        self.connection.write(text.encode())
+
+    def read(self, limit: int, timeout: float = DEADLINE) -> str:
+        data: bytes = self.connection.read(limit, timeout)
+        return data.decode()
+
+    def paths(self) -> list[Any]:
+        return list(self.connection.paths())
+
+
+def main() -> None:
+    peer = Peer(sys.argv[1], json.loads(sys.argv[2]))
+    for line in sys.stdin:
+        operation, *arguments = json.loads(line)
+        try:
+            answer = getattr(peer, operation)(*arguments), None
+        except Exception as error:
+            answer = None, f"{type(error).__name__}: {error}"
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""The relay with real iroh endpoints in processes of their own, on hosts that reach nothing but the relay."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+import shaped
+from relay_support import HUB, Peer, Relay, eventually, star
+
+pytestmark = pytest.mark.skipif(bool(shaped.obstacle()), reason=shaped.obstacle())
+
+BIND = "0.0.0.0:0"
+MESSAGE = "through the relay"
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[tuple[str, list[str]]]:
+    with star(2) as made:
+        yield made
+
+
+def url_of(relay: Relay) -> str:
+    return f"http://{HUB}:{relay.address[1]}"
+
+
+def connect(dialer: Peer, listener: Peer, url: str) -> None:
+    listener.start("accept")
+    dialer("connect", listener.id, url)
+    assert listener.result() == dialer.id
+
+
+def say(sender: Peer, receiver: Peer, text: str = MESSAGE) -> None:
+    sender("write", text)
+    assert receiver("read", len(text)) == text
+
+
+def test_two_that_know_only_the_relay_exchange_bytes(hosts: tuple[str, list[str]]) -> None:
+    middle, (left, right) = hosts
+    with Relay(namespace=middle, bind=BIND) as relay:
+        url = url_of(relay)
+        with Peer([(url, None)], namespace=left, bind=BIND) as a, Peer([(url, None)], namespace=right, bind=BIND) as b:
+            a("online")
+            b("online")
+            connect(a, b, url)
+            say(a, b)
+            say(b, a)
+            count = 4 << 20
+            b.start("transfer", count, count)
+            a("transfer", count, count)
+            b.result()
+            paths = a("paths")
+            assert [path[:3] for path in paths] == [[f"{url}/", True, True]]
+        assert relay.stop() == 0
+        assert "Traceback" not in relay.log
+
+
+def test_each_may_have_another_relay(hosts: tuple[str, list[str]]) -> None:
+    middle, (left, right) = hosts
+    with Relay(namespace=middle, bind=BIND) as one, Relay(namespace=middle, bind=BIND) as two:
+        both: list[tuple[str, str | None]] = [(url_of(one), None), (url_of(two), None)]
+        with (
+            Peer(both[:1], namespace=left, bind=BIND) as a,
+            Peer(both[1:], namespace=right, bind=BIND) as b,
+            Peer(both, namespace=right, bind=BIND) as c,
+        ):
+            for peer in (a, b, c):
+                peer("online")
+            assert a("relay_url") == f"{both[0][0]}/"
+            # The dialer goes to the relay where its peer is at home, though it is none of its own.
+            connect(a, b, b("relay_url"))
+            say(a, b)
+            connect(a, c, c("relay_url"))
+            say(c, a)
+
+
+def test_a_token_is_wanted_where_there_is_one(hosts: tuple[str, list[str]], tmp_path) -> None:
+    middle, (left, right) = hosts
+    tokens = tmp_path / "tokens"
+    tokens.write_text("first-token\nsecond-token\n")
+    with Relay("--token-file", str(tokens), namespace=middle, bind=BIND) as relay:
+        url = url_of(relay)
+        with (
+            Peer([(url, "first-token")], namespace=left, bind=BIND) as a,
+            Peer([(url, "second-token")], namespace=right, bind=BIND) as b,
+            Peer([(url, "another-token")], namespace=right, bind=BIND) as wrong,
+            Peer([(url, None)], namespace=right, bind=BIND) as none,
+        ):
+            a("online")
+            b("online")
+            connect(a, b, url)
+            say(a, b)
+            for refused in (wrong, none):
+                with pytest.raises(RuntimeError, match="TimeoutError"):
+                    refused("online", 1.0)
+        assert "this is not a token of this relay" in relay.log
+        assert "this relay wants a token" in relay.log
+        for token in ("first-token", "second-token", "another-token"):
+            assert token not in relay.log
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_connection_outlives_a_restart_of_the_relay(hosts: tuple[str, list[str]], number: int) -> None:
+    middle, (left, right) = hosts
+    with Relay(namespace=middle, bind=BIND) as relay:
+        url = url_of(relay)
+        bind = f"0.0.0.0:{relay.address[1]}"
+        with Peer([(url, None)], namespace=left, bind=BIND) as a, Peer([(url, None)], namespace=right, bind=BIND) as b:
+            a("online")
+            b("online")
+            connect(a, b, url)
+            say(a, b)
+            assert relay.stop(number) == (0 if number == signal.SIGTERM else -number)
+            with Relay(namespace=middle, bind=bind) as again:
+                say(a, b, "after the restart")
+                say(b, a, "and back")
+                assert again.log.count("let in") == 2
+
+
+def test_an_endpoint_that_is_killed_and_comes_back_is_reached_again(hosts: tuple[str, list[str]]) -> None:
+    middle, (left, right) = hosts
+    with Relay(namespace=middle, bind=BIND) as relay:
+        url = url_of(relay)
+        with Peer([(url, None)], namespace=left, bind=BIND) as a:
+            a("online")
+            for _ in range(2):
+                with Peer([(url, None)], namespace=right, bind=BIND) as b:
+                    b("online")
+                    connect(a, b, url)
+                    say(a, b)
+        eventually(lambda: relay.log.count("let in") == 3)
