@@ -15,7 +15,11 @@ constexpr Duration kFarewell = milliseconds(1000);
 constexpr std::size_t kMostIncoming = 4 * HelloBody::kMaxRoads;
 // How much may arrive before it is acknowledged, and how long that may take: the sender keeps a copy until then.
 constexpr std::uint64_t kAckBytes = 512 << 10;
-constexpr Duration kAckDelay = milliseconds(40);
+constexpr Duration kAckDelay = milliseconds(20);
+// A lane's share is what its connection can have on the way, twice, so that it never runs dry between two
+// acknowledgements, and a frame.
+constexpr std::uint64_t kLeastShare = 256 << 10;
+constexpr Duration kMeasureEvery = milliseconds(20);
 
 }  // namespace
 
@@ -133,6 +137,7 @@ void Link::place_lanes() {
     ack_again_ = 3;
   }
   for (const Move& move : moves) bind(move.lane, move.road, move.bound);
+  dispatch();
 }
 
 void Link::bind(std::size_t lane, const RoadPtr& road, std::uint64_t bound) {
@@ -167,15 +172,71 @@ void Link::send_control(OutFrame frame) {
 }
 
 void Link::send_data(OutFrame frame) {
-  std::shared_ptr<SendFlow> flow;
+  bool dead = false;
   {
     const std::lock_guard lock(mutex_);
-    const auto less = [](const Lane& a, const Lane& b) { return a.flow->queued_bytes() < b.flow->queued_bytes(); };
-    flow = std::min_element(lanes_.begin() + 1, lanes_.end(), less)->flow;
+    dead = state_ == State::dead;
     sent_data_ = true;
+    if (!dead) data_queue_.push_back(std::move(frame));
   }
-  flow->send(std::move(frame));
+  if (dead) return lanes_.back().flow->send(std::move(frame));  // which knows why
+  dispatch();
   connect();
+}
+
+// Lanes of one connection each: how fast they are differs from moment to moment, so a frame goes to a lane only when
+// that has room. Given out at once, the rest of a message would wait for the slowest of them.
+void Link::dispatch() {
+  for (;;) {
+    std::shared_ptr<SendFlow> flow;
+    OutFrame frame;
+    {
+      const std::lock_guard lock(mutex_);
+      if (data_queue_.empty()) return;
+      std::uint64_t least = ~std::uint64_t{0};
+      for (std::size_t i = 1; i < lanes_.size(); ++i) {
+        const Lane& lane = lanes_[i];
+        const bool bounded = lane.share != 0;
+        const std::uint64_t load = bounded ? lane.flow->unacked_bytes() : lane.flow->queued_bytes();
+        if (load < least && !(bounded && load >= lane.share)) {
+          least = load;
+          flow = lane.flow;
+        }
+      }
+      if (!flow) return;
+      frame = std::move(data_queue_.front());
+      data_queue_.pop_front();
+    }
+    flow->send(std::move(frame));
+  }
+}
+
+void Link::measure_shares(TimePoint now) {
+  std::vector<RoadPtr> roads;
+  {
+    const std::lock_guard lock(mutex_);
+    if (now < measure_at_) return;
+    measure_at_ = now + kMeasureEvery;
+    if (connections_ > 1) roads = roads_;
+  }
+  std::vector<std::uint64_t> windows(HelloBody::kMaxRoads);
+  for (const RoadPtr& road : roads) {
+    const iroh::Connection connection = road ? road->connection() : iroh::Connection();
+    if (!connection) continue;
+    for (const iroh::Path& path : connection.paths()) {
+      if (path.selected) windows[road->number()] = path.congestion_window;
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  std::vector<std::uint64_t> lanes_on(HelloBody::kMaxRoads);
+  for (std::size_t i = 1; i < lanes_.size(); ++i) {
+    if (lanes_[i].road) ++lanes_on[lanes_[i].road->number()];
+  }
+  for (std::size_t i = 1; i < lanes_.size(); ++i) {
+    const std::size_t road = lanes_[i].road ? lanes_[i].road->number() : 0;
+    lanes_[i].share =
+        windows[road] == 0 ? 0 : 2 * windows[road] / std::max<std::uint64_t>(1, lanes_on[road]) + kLeastShare;
+  }
 }
 
 std::vector<std::shared_ptr<SendFlow>> Link::flows() const {
@@ -190,6 +251,13 @@ void Link::send_everywhere(FrameHeader header) {
     const std::lock_guard lock(mutex_);
     if (state_ == State::idle || state_ == State::dead) return;
   }
+  {
+    // Everything that was sent before goes first, whether a lane has room or not.
+    const std::lock_guard lock(mutex_);
+    for (Lane& lane : lanes_) lane.share = 0;
+    measure_at_ = after(Clock::now(), kAckDelay);
+  }
+  dispatch();
   const auto all = flows();
   header.message = static_cast<std::uint32_t>(all.size());
   for (const auto& flow : all) flow->send({header, {}, nullptr});
@@ -351,6 +419,8 @@ void Link::on_acks(const Payload& payload) {
     }
     all[ack.lane]->on_ack(ack.next);
   }
+  measure_shares(Clock::now());
+  dispatch();
 }
 
 void Link::on_recv_lane_end(const std::optional<Error>& error) {

@@ -100,6 +100,7 @@ class Link : public std::enable_shared_from_this<Link> {
     RoadPtr road;                  // that carries it, or will
     std::uint64_t connection = 0;  // of the road
     std::uint64_t bound = 0;       // counts its moves
+    std::uint64_t share = 0;       // what it may have unacknowledged; 0: as much as it likes
   };
 
   RoadPtr add_road_locked();  // the next one; null when there is none to add
@@ -107,6 +108,8 @@ class Link : public std::enable_shared_from_this<Link> {
   void on_road_up();
   void on_road_refused(const RoadPtr& road, const std::string& reason);
   void place_lanes();  // every lane on the road where it belongs
+  void measure_shares(TimePoint now);
+  void dispatch();  // queued data to lanes that have room
   RoadPtr road_of_locked(std::size_t lane) const;
   void bind(std::size_t lane, const RoadPtr& road, std::uint64_t bound);
 
@@ -121,7 +124,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void on_acks(const Payload& payload);
   void send_acks();
   void on_heartbeat(const FrameHeader& header, std::uint8_t road);
-  void choose_lanes(TimePoint now);
+  void choose_lanes();
   void choose_road(TimePoint now);
   void on_closing(const FrameHeader& header);
   void on_farewell();
@@ -145,16 +148,18 @@ class Link : public std::enable_shared_from_this<Link> {
   TimePoint moved_at_{};
   int moves_ = 0;  // to the standby, within the last while
   std::vector<Lane> lanes_;
+  std::deque<OutFrame> data_queue_;  // until a lane has room for it
+  TimePoint measure_at_{};
   TimePoint first_word_by_ = kNever;  // when the peer must be reached, and have been heard
   TimePoint give_up_at_ = kNever;     // a connection was ended by the peer: the others must tell why by then
   std::string closed_reason_;
   std::function<void()> flushed_;  // waits for the peer's farewell
   bool sent_data_ = false;         // since lanes were last chosen
   TimePoint choose_lanes_at_{};
-  std::size_t connections_ = 1;                    // of the main endpoint that carry data
-  std::uint64_t lost_ = 0, sent_ = 0, acked_ = 0;  // when lanes were last chosen
-  double best_rate_ = 0;                           // bytes/s with fewer connections than now
-  TimePoint grow_at_{};
+  std::size_t connections_ = 1;  // of the main endpoint that carry data
+  std::uint64_t lost_ = 0;       // packets, when lanes were last chosen
+  std::uint64_t sent_ = 0;
+  double least_rtt_ = 1e9;      // ms
   std::deque<double> rtts_ms_;  // of the last echoes
 
   // What the peer sends.

@@ -18,9 +18,10 @@ constexpr Duration kChooseLanesEvery = milliseconds(1000);
 constexpr double kFarRtt = 5.0;  // ms
 constexpr std::size_t kFarConnections = 4;
 constexpr std::size_t kMostConnections = 12;
-constexpr double kLossy = 3e-4;  // of packets: more connections are tried
-constexpr double kWorthIt = 1.1;
-constexpr Duration kGrowPause = milliseconds(30'000);
+constexpr double kLossy = 3e-4;  // of packets
+// A full link loses packets because its queue is full, which makes round trips longer; more connections would only fill
+// it more. Loss at an empty queue is the medium's own.
+constexpr double kQueueing = 1.25;
 // How long a question may go unanswered before the lanes move: iroh itself takes 15 s to leave a dead path.
 constexpr Duration kSuspect = milliseconds(900);
 constexpr Duration kQuickHeartbeat = milliseconds(200);
@@ -35,13 +36,11 @@ std::uint64_t clock_ticks(TimePoint time) {
 }  // namespace
 
 // As many lanes as the distance asks for, on as many connections as distance and loss do.
-void Link::choose_lanes(TimePoint now) {
+void Link::choose_lanes() {
   const auto path = selected_path();
   const double rtt = path ? static_cast<double>(path->rtt_ms) : 0.0;
   std::vector<RoadPtr> roads;
   std::vector<RoadPtr> added;
-  std::uint64_t acked = 0;
-  for (const auto& flow : flows()) acked += flow->acked_bytes();
   {
     const std::lock_guard lock(mutex_);
     roads = roads_;
@@ -60,24 +59,17 @@ void Link::choose_lanes(TimePoint now) {
     if (state_ != State::up) return;
     const double packets = sent > sent_ ? static_cast<double>(sent - sent_) : 0.0;
     const double losses = lost > lost_ ? static_cast<double>(lost - lost_) : 0.0;
-    const auto rate = static_cast<double>(acked - acked_);
     sent_ = sent;
     lost_ = lost;
-    acked_ = acked;
+    if (rtt > 0) least_rtt_ = std::min(least_rtt_, rtt);
     const std::size_t most = std::min(kMostConnections, static_cast<std::size_t>(options_.streams));
     if (rtt < kFarRtt) {
       connections_ = 1;
     } else if (connections_ < kFarConnections) {
       connections_ = std::min(kFarConnections, most);
-      best_rate_ = 0;
-    } else if (packets > 100 && losses / packets > kLossy && now >= grow_at_ && connections_ < most) {
-      if (rate > best_rate_ * kWorthIt) {
-        best_rate_ = rate;
-        connections_ = std::min(2 * connections_, most);
-      } else {
-        grow_at_ = now + kGrowPause;  // the link itself is full, and loses packets for that
-        best_rate_ = 0;
-      }
+    } else if (packets > 100 && losses / packets > kLossy && rtt < kQueueing * least_rtt_ + 2) {
+      connections_ = std::max(connections_, std::min(2 * connections_, most));
+      log(LogLevel::debug, "loses packets: " + std::to_string(connections_) + " connections");
     }
     const auto lanes = std::clamp<std::size_t>(std::max(static_cast<std::size_t>(rtt / kRttPerLane) + 1, connections_),
                                                1, static_cast<std::size_t>(options_.streams));
@@ -183,7 +175,9 @@ void Link::on_tick(TimePoint now, Duration paused) {
     road->on_tick(now, interval, quick || !main);
   }
   choose_road(now);
-  if (choose) choose_lanes(now);
+  measure_shares(now);
+  dispatch();
+  if (choose) choose_lanes();
   if (again) send_acks();
 }
 
@@ -241,6 +235,7 @@ void Link::flush(std::function<void()> flushed) {
   for (const auto& flow : flows()) pending = pending || !flow->all_acked();
   {
     const std::lock_guard lock(mutex_);
+    pending = pending || !data_queue_.empty();
     if (state_ == State::up || (state_ == State::dialing && pending)) flushed_ = std::exchange(flushed, nullptr);
   }
   if (flushed) return flushed();
@@ -255,12 +250,14 @@ void Link::die(const Error& cause) {
   std::vector<iroh::Connection> incoming;
   std::vector<RoadPtr> roads;
   std::function<void()> flushed;
+  std::deque<OutFrame> queued;
   {
     const std::lock_guard lock(mutex_);
     if (state_ == State::dead) return;
     state_ = State::dead;
     incoming.swap(incoming_);
     roads = roads_;
+    queued.swap(data_queue_);
     flushed = std::exchange(flushed_, nullptr);
   }
   const std::string reason = cause.kind() == ErrorKind::aborted ? "left" : "given up";
@@ -269,6 +266,9 @@ void Link::die(const Error& cause) {
   }
   for (const iroh::Connection& connection : incoming) connection.close(kCloseDead, reason);
   for (const auto& flow : flows()) flow->fail(cause);
+  for (OutFrame& frame : queued) {
+    if (frame.done) frame.done(cause);
+  }
   if (flushed) flushed();
   events_.on_dead(peer(), cause);
 }

@@ -23,6 +23,7 @@ void SendFlow::send(OutFrame frame) {
       kept->bytes = frame.bytes;
       kept->done = std::move(frame.done);
       queued_bytes_ += kept->bytes.size();
+      unacked_bytes_ += kept->bytes.size();
       kept_.push_back(std::move(kept));
       if (std::exchange(forwarding_, true)) return;
     }
@@ -128,7 +129,7 @@ void SendFlow::on_ack(std::uint32_t next) {
     while (!kept_.empty() && number_before(kept_.front()->header.number, next)) {
       Kept& kept = *kept_.front();
       kept.acked = true;
-      acked_bytes_ += kept.bytes.size();
+      unacked_bytes_ -= kept.bytes.size();
       if (!std::exchange(kept.written, true)) queued_bytes_ -= kept.bytes.size();
       if (kept.holds == 0 && kept.done) done.push_back(std::exchange(kept.done, nullptr));
       if (next_ > 0) {
@@ -157,6 +158,7 @@ void SendFlow::fail(const Error& error) {
     kept_.clear();
     next_ = 0;
     queued_bytes_ = 0;
+    unacked_bytes_ = 0;
   }
   if (stream) stream->fail(error);
   for (const SendDone& one : done) one(error);

@@ -24,7 +24,7 @@ class SendFlow : public std::enable_shared_from_this<SendFlow> {
   void fail(const Error& error);
 
   std::uint64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
-  std::uint64_t acked_bytes() const { return acked_bytes_.load(std::memory_order_relaxed); }
+  std::uint64_t unacked_bytes() const { return unacked_bytes_.load(std::memory_order_relaxed); }
   bool all_acked() const;
 
  private:
@@ -52,7 +52,7 @@ class SendFlow : public std::enable_shared_from_this<SendFlow> {
   bool forwarding_ = false;
   std::optional<Error> failed_;
   std::atomic<std::uint64_t> queued_bytes_{0};  // that no stream has taken yet
-  std::atomic<std::uint64_t> acked_bytes_{0};
+  std::atomic<std::uint64_t> unacked_bytes_{0};
 };
 
 }  // namespace torch_iroh::link
