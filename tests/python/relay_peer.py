@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from typing import Any
 
 from torch_iroh._native import core_module, open_library
@@ -40,6 +42,26 @@ class Peer:
 
     def transfer(self, send: int, receive: int, streams: int = 1, timeout: float = 60.0) -> None:
         self.connection.transfer(send, receive, PIECE, streams, timeout)
+
+    def transfer_watched(self, send: int, receive: int, streams: int, timeout: float) -> tuple[float, list[int]]:
+        """Seconds, and the round-trip times (ms) that the connection's path had meanwhile, each 50 ms."""
+        seen: list[int] = []
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.05):
+                seen.extend(path[3] for path in self.connection.paths() if path[2])
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        begin = time.monotonic()
+        try:
+            self.transfer(send, receive, streams, timeout)
+        finally:
+            took = time.monotonic() - begin
+            done.set()
+            watcher.join()
+        return took, seen
 
     def write(self, text: str) -> None:
         self.connection.write(text.encode())

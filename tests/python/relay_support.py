@@ -349,10 +349,10 @@ HUB = "10.79.255.1"  # the address of the middle host, the same for all
 
 
 @contextlib.contextmanager
-def star(hosts: int, bits_per_second: int = 0) -> Iterator[tuple[str, list[str]]]:
+def star(hosts: int, bits_per_second: tuple[int, ...] = ()) -> Iterator[tuple[str, list[str]]]:
     """A namespace in the middle, which has the address HUB, and `hosts` namespaces that reach it and nothing else.
 
-    `bits_per_second`: the rate of each host's link in both directions; 0 is that of memory.
+    `bits_per_second`: the rate of each host's link, in both directions; 0 is that of memory, and so is none.
     """
     middle = f"ti{os.getpid()}m"
     names = [f"ti{os.getpid()}s{host}" for host in range(hosts)]
@@ -368,8 +368,8 @@ def star(hosts: int, bits_per_second: int = 0) -> Iterator[tuple[str, list[str]]
             for namespace, device, last in ((middle, there, 1), (name, here, 2)):
                 shaped._ip("-n", namespace, "addr", "add", f"10.79.{host}.{last}/24", "dev", device)
                 shaped._ip("-n", namespace, "link", "set", device, "up")
-                if bits_per_second:
-                    limit = ["rate", str(bits_per_second), "burst", "32k", "latency", "50ms"]
+                if any(bits_per_second[host : host + 1]):
+                    limit = ["rate", str(bits_per_second[host]), "burst", "32k", "latency", "50ms"]
                     command = ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limit]
                     subprocess.run(command, check=True, capture_output=True)
             shaped._ip("-n", name, "route", "add", f"{HUB}/32", "via", f"10.79.{host}.1")

@@ -21,6 +21,7 @@ _BACKLOG = 1024
 _MOST_PENDING = 1024  # connections that have not become clients yet
 _PORT_TRIES = 10
 _CLOSE_PATIENCE = 2.0
+_ADAPT_INTERVAL = 0.5
 # How long clients may take to come back: spread, so that thousands do not come at once.
 _RECONNECT_SPREAD_MS = 2000
 _RECONNECT_TRY_MS = 5000
@@ -194,9 +195,13 @@ class RelayServer:
 
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
+        adapted = loop.time()
         while True:
             await asyncio.sleep(min(1.0, self.options.keepalive / 4))
             now = loop.time()
+            if now - adapted >= _ADAPT_INTERVAL:
+                self.hub.adapt(now - adapted)
+                adapted = now
             for session in list(self._sessions.values()):
                 session.tick(now)
             self.flush_ready()
@@ -206,6 +211,13 @@ class RelayServer:
     async def close(self) -> None:
         """Tell clients that they may come back soon, and end."""
         self.closing = True
+        counted = self.hub.counters()
+        log.info(
+            "%d clients; in all %d MB passed on, messages dropped for slow receivers: %d",
+            counted["clients"],
+            counted["relayed_bytes"] // 10**6,
+            counted["dropped_slow_frames"],
+        )
         if self._clock is not None:
             self._clock.cancel()
         for server in self._servers:
