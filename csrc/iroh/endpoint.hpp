@@ -122,6 +122,7 @@ class Connection {  // cheap to copy: all copies are one connection
   Connection() = default;
   explicit Connection(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
   explicit operator bool() const { return impl_ != nullptr; }
+  bool operator==(const Connection&) const = default;
 
  private:
   std::shared_ptr<Impl> impl_;

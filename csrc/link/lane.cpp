@@ -12,6 +12,7 @@ constexpr std::size_t kSmallFrame = 16 << 10;
 // One read brings a small frame whole; a large one is then read exactly, into a buffer of its own size.
 constexpr std::uint32_t kSmallRead = 4096;
 constexpr std::size_t kBulk = 32 << 10;
+constexpr std::uint64_t kGivenUp = 1;
 
 }  // namespace
 
@@ -35,10 +36,19 @@ void SendLane::send(OutFrame frame) {
 
 void SendLane::fail(const Error& error) {
   std::deque<OutFrame> dropped;
+  iroh::Canceller write;
   {
     const std::lock_guard lock(mutex_);
-    if (!failed_) failed_ = error;
+    if (failed_) return;
+    failed_ = error;
     dropped.swap(queue_);
+    write = std::exchange(write_, {});
+  }
+  write.cancel();
+  try {
+    stream_.reset(kGivenUp).then([](const Result<Nothing>&) {});
+  } catch (const Error&) {
+    // The library is closed, and the stream with it.
   }
   for (OutFrame& frame : dropped) {
     if (frame.done) frame.done(error);
@@ -48,6 +58,11 @@ void SendLane::fail(const Error& error) {
 bool SendLane::idle() {
   const std::lock_guard lock(mutex_);
   return !writing_ && queue_.empty();
+}
+
+std::size_t SendLane::queued_frames() {
+  const std::lock_guard lock(mutex_);
+  return queue_.size();
 }
 
 bool SendLane::next_batch(Batch& batch) {
@@ -100,7 +115,14 @@ bool SendLane::write_here(Batch batch) {
     if (!first->exchange(false)) self->pump();
   };
   try {
-    stream_.write_all(batch.head, batch.tail).then_here(done);
+    auto write = stream_.write_all(batch.head, batch.tail).then_here(done);
+    bool late = false;
+    {
+      const std::lock_guard lock(mutex_);
+      late = failed_.has_value();
+      if (!late) write_ = write;
+    }
+    if (late) write.cancel();
   } catch (const Error& error) {
     done(error);
   }

@@ -32,10 +32,11 @@ class SendLane : public std::enable_shared_from_this<SendLane> {
   explicit SendLane(iroh::SendStream stream) : stream_(std::move(stream)) {}
 
   void send(OutFrame frame);
-  // Fails what is queued and whatever comes later.
+  // Fails what is queued, what is being written and whatever comes later; the peer is sent no more of it.
   void fail(const Error& error);
   std::uint64_t queued_bytes() const { return queued_bytes_.load(std::memory_order_relaxed); }
   bool idle();  // nothing queued, nothing being written
+  std::size_t queued_frames();
 
  private:
   struct Batch {
@@ -52,6 +53,7 @@ class SendLane : public std::enable_shared_from_this<SendLane> {
   std::mutex mutex_;
   std::deque<OutFrame> queue_;
   bool writing_ = false;
+  iroh::Canceller write_;  // the one in iroh
   std::optional<Error> failed_;
   std::atomic<std::uint64_t> queued_bytes_{0};
 };

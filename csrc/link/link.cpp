@@ -1,188 +1,198 @@
-// The two connections of a link: dialling, admitting, sending and receiving. How it lives and dies is in
-// link_health.cpp.
+// The lanes and roads of a link: dialling, placing, sending and receiving. How it lives and dies is in link_health.cpp.
 #include "link/link.hpp"
 
 #include <algorithm>
 #include <utility>
 
 #include "base/log.hpp"
+#include "base/random.hpp"
+#include "base/workers.hpp"
 
 namespace torch_iroh::link {
 namespace {
 
-constexpr Duration kRedialPause = milliseconds(200);
 constexpr Duration kFarewell = milliseconds(1000);
-// Heartbeats must not wait behind bulk data inside QUIC.
-constexpr std::int32_t kControlPriority = 10;
-constexpr std::uint32_t kCloseDuplicate = 2;
-
-// iroh appends a backtrace where RUST_BACKTRACE is set.
-std::string first_line(const std::string& text) {
-  return text.substr(0, text.find('\n'));
-}
+constexpr std::size_t kMostIncoming = 4 * HelloBody::kMaxRoads;
+// How much may arrive before it is acknowledged, and how long that may take: the sender keeps a copy until then.
+constexpr std::uint64_t kAckBytes = 512 << 10;
+constexpr Duration kAckDelay = milliseconds(40);
 
 }  // namespace
 
-Link::Link(iroh::Endpoint endpoint, iroh::EndpointAddr peer, const LinkOptions& options, Events events)
-    : endpoint_(std::move(endpoint)),
+Link::Link(Endpoints endpoints, PeerAddr peer, const LinkOptions& options, Events events)
+    : endpoints_(std::move(endpoints)),
       peer_(std::move(peer)),
       options_(options),
       events_(std::move(events)),
+      session_(random_number()),
+      lanes_(2),
       liveness_(options.peer_timeout, Clock::now()) {}
 
-// ---- sending ----
+// ---- roads ----
 
 void Link::connect() {
+  RoadPtr road;
   {
     const std::lock_guard lock(mutex_);
     if (state_ != State::idle) return;
     state_ = State::dialing;
     first_word_by_ = after(Clock::now(), options_.connect_timeout);
+    road = add_road_locked();
   }
-  dial();
+  start(road);
 }
 
-void Link::dial() {
-  auto on_result = [weak = weak_from_this()](Result<iroh::Connection> result) {
-    if (const auto self = weak.lock()) self->on_dialed(std::move(result));
+Link::RoadPtr Link::add_road_locked() {
+  if (roads_.size() == HelloBody::kMaxRoads) return nullptr;
+  const auto number = static_cast<std::uint8_t>(roads_.size());
+  const bool has_standby = peer_.standby && endpoints_.standby;
+  if (number == 1 && !has_standby) {
+    roads_.push_back(nullptr);
+    return add_road_locked();
+  }
+  const bool standby = number == 1;
+  roads_.push_back(std::make_shared<Road>(number, session_, standby ? endpoints_.standby : endpoints_.main,
+                                          standby ? *peer_.standby : peer_.main));
+  return roads_.back();
+}
+
+void Link::start(const RoadPtr& road) {
+  Road::Events events;
+  events.on_up = [weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->on_road_up();
   };
-  try {
-    auto canceller = endpoint_.connect(peer_, kAlpn).then(on_result);
-    const std::lock_guard lock(mutex_);
-    if (state_ == State::dialing && !outgoing_) dialing_ = std::move(canceller);
-  } catch (const Error& error) {
-    on_result(error);
-  }
-}
-
-void Link::on_dialed(Result<iroh::Connection> result) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (state_ == State::dialing && result.ok()) {
-      outgoing_ = result.value();
-    } else if (state_ == State::dialing) {
-      last_dial_error_ = first_line(result.error().what());
-      redial_at_ = after(Clock::now(), kRedialPause);
-      return;
-    }
-  }
-  if (!result.ok()) return;
-  const iroh::Connection& connection = result.value();
-  if (is_dead()) return connection.close(kCloseDead, "given up");
-  connection.closed().then([weak = weak_from_this()](Result<std::string> reason) {
+  events.on_down = [weak = weak_from_this()] {
+    if (const auto self = weak.lock()) self->place_lanes();
+  };
+  events.on_refused = [weak = weak_from_this(), road = std::weak_ptr(road)](const std::string& reason) {
     const auto self = weak.lock();
-    if (self) self->on_outgoing_closed(reason.ok() ? reason.value() : reason.error().what());
-  });
-  open_lanes(connection, 0);
+    const auto refused = road.lock();
+    if (self && refused) self->on_road_refused(refused, reason);
+  };
+  road->start(std::move(events));
 }
 
-void Link::open_lanes(const iroh::Connection& connection, std::uint8_t index) {
-  const auto lanes = static_cast<std::uint8_t>(options_.streams + 1);
-  if (index == lanes) {
-    choose_lanes();
-    return release_backlog();
-  }
-  connection.open_uni().then([weak = weak_from_this(), connection, index, lanes](Result<iroh::SendStream> result) {
-    const auto self = weak.lock();
-    if (!self || !result.ok()) return;  // the connection is ending: its end is reported elsewhere
-    iroh::SendStream& stream = result.value();
-    if (index == 0) stream.set_priority(kControlPriority).then([](Result<Nothing>) {});
-    auto lane = std::make_shared<SendLane>(std::move(stream));
-    const auto hello = std::make_shared<std::array<std::byte, HelloBody::kBytes>>(encode(HelloBody{index, lanes}));
-    FrameHeader header{.type = FrameType::hello};
-    header.length = HelloBody::kBytes;
-    lane->send({header, *hello, [hello](Result<Nothing>) {}});
-    {
-      const std::lock_guard lock(self->mutex_);
-      if (self->state_ == State::dead) return;
-      self->lanes_.push_back(std::move(lane));
-    }
-    self->open_lanes(connection, static_cast<std::uint8_t>(index + 1));
-  });
-}
-
-// What was sent while there were no lanes goes first; only then is the link up, and later frames go straight to a lane.
-void Link::release_backlog() {
-  for (;;) {
-    std::vector<OutFrame> control;
-    std::vector<OutFrame> data;
-    std::vector<FrameHeader> everywhere;
-    std::vector<std::shared_ptr<SendLane>> lanes;
-    {
-      const std::lock_guard lock(mutex_);
-      if (state_ == State::dead) return;
-      control.swap(control_backlog_);
-      data.swap(data_backlog_);
-      everywhere.swap(everywhere_backlog_);
-      lanes = lanes_;
-      if (control.empty() && data.empty() && everywhere.empty()) {
-        state_ = State::up;
-        return;
-      }
-    }
-    for (OutFrame& frame : control) lanes[0]->send(std::move(frame));
-    for (OutFrame& frame : data) lanes[1]->send(std::move(frame));
-    for (const FrameHeader& header : everywhere) {
-      for (const auto& lane : lanes) lane->send({header, {}, nullptr});
-    }
-  }
-}
-
-void Link::send_control(OutFrame frame) {
-  send(std::move(frame), control_backlog_, true);
-}
-
-void Link::send_data(OutFrame frame) {
-  send(std::move(frame), data_backlog_, false);
-}
-
-void Link::send(OutFrame frame, std::vector<OutFrame>& backlog, bool control) {
-  std::shared_ptr<SendLane> lane;
-  std::optional<Error> dead;
-  {
-    const std::lock_guard lock(mutex_);
-    dead = cause_;
-    if (!dead && state_ == State::up) {
-      const auto less = [](const auto& a, const auto& b) { return a->queued_bytes() < b->queued_bytes(); };
-      const auto first = lanes_.begin() + 1;
-      lane = control ? lanes_[0] : *std::min_element(first, first + static_cast<std::ptrdiff_t>(lanes_in_use_), less);
-      sent_data_ = sent_data_ || !control;
-    } else if (!dead) {
-      backlog.push_back(std::move(frame));
-    }
-  }
-  if (lane) {
-    lane->send(std::move(frame));
-  } else if (dead) {
-    if (frame.done) frame.done(*dead);
-  } else {
-    connect();
-  }
-}
-
-void Link::send_everywhere(const FrameHeader& header) {
-  std::vector<std::shared_ptr<SendLane>> lanes;
-  {
-    const std::lock_guard lock(mutex_);
-    if (state_ == State::dialing) everywhere_backlog_.push_back(header);
-    if (state_ != State::up) return;
-    lanes = lanes_;
-  }
-  for (const auto& lane : lanes) lane->send({header, {}, nullptr});
-}
-
-void Link::on_outgoing_closed(const std::string& reason) {
+void Link::on_road_up() {
+  RoadPtr standby;
   {
     const std::lock_guard lock(mutex_);
     if (state_ == State::dead) return;
-    // A peer that leaves ends both connections; what it sent before on its own is still being read, and counts.
-    if (incoming_) {
-      give_up_at_ = after(Clock::now(), kFarewell);
+    if (roads_.front()->is_up() && state_ == State::dialing) {
+      state_ = State::up;
+      if (roads_.size() == 1 && peer_.standby && endpoints_.standby) standby = add_road_locked();
+    }
+  }
+  place_lanes();
+  if (standby) start(standby);
+}
+
+void Link::on_road_refused(const RoadPtr& road, const std::string& reason) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ == State::dead || road->number() == 1) return;
+    // A peer that leaves ends all connections; what it sent before on its own is still being read, and counts.
+    if (!incoming_.empty()) {
+      give_up_at_ = std::min(give_up_at_, after(Clock::now(), kFarewell));
       closed_reason_ = reason;
       return;
     }
   }
   die(Error(ErrorKind::peer_gone, "it refused the connection or ended it (" + reason + ")"));
+}
+
+Link::RoadPtr Link::road_of_locked(std::size_t lane) const {
+  const RoadPtr standby = roads_.size() > 1 ? roads_[1] : nullptr;
+  if (on_standby_ && standby && standby->is_up()) return standby;
+  std::vector<RoadPtr> up;
+  for (const RoadPtr& road : roads_) {
+    if (road && road != standby && road->is_up() && up.size() < connections_) up.push_back(road);
+  }
+  if (up.empty()) return standby && standby->is_up() ? standby : nullptr;
+  return lane == 0 ? up.front() : up[(lane - 1) % up.size()];
+}
+
+void Link::place_lanes() {
+  struct Move {
+    std::size_t lane;
+    RoadPtr road;
+    std::uint64_t bound;
+  };
+  std::vector<Move> moves;
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ == State::dead) return;
+    for (std::size_t i = 0; i < lanes_.size(); ++i) {
+      Lane& lane = lanes_[i];
+      const RoadPtr road = road_of_locked(i);
+      // A road that came back has new streams only.
+      if (!road || (road == lane.road && lane.connection == road->connection_count())) continue;
+      lane.road = road;
+      lane.connection = road->connection_count();
+      moves.push_back({i, road, ++lane.bound});
+    }
+    ack_again_ = 3;
+  }
+  for (const Move& move : moves) bind(move.lane, move.road, move.bound);
+}
+
+void Link::bind(std::size_t lane, const RoadPtr& road, std::uint64_t bound) {
+  road->open_lane(static_cast<std::uint8_t>(lane),
+                  [weak = weak_from_this(), lane, bound](std::shared_ptr<SendLane> stream) {
+                    const auto self = weak.lock();
+                    if (!self || !stream) return;
+                    std::shared_ptr<SendFlow> flow;
+                    {
+                      const std::lock_guard lock(self->mutex_);
+                      if (self->state_ != State::dead && self->lanes_[lane].bound == bound)
+                        flow = self->lanes_[lane].flow;
+                    }
+                    if (flow) {
+                      flow->use(std::move(stream));
+                    } else {
+                      stream->fail(Error(ErrorKind::aborted, "the lane has moved on"));
+                    }
+                  });
+}
+
+// ---- sending ----
+
+void Link::send_control(OutFrame frame) {
+  std::shared_ptr<SendFlow> flow;
+  {
+    const std::lock_guard lock(mutex_);
+    flow = lanes_.front().flow;
+  }
+  flow->send(std::move(frame));
+  connect();
+}
+
+void Link::send_data(OutFrame frame) {
+  std::shared_ptr<SendFlow> flow;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto less = [](const Lane& a, const Lane& b) { return a.flow->queued_bytes() < b.flow->queued_bytes(); };
+    flow = std::min_element(lanes_.begin() + 1, lanes_.end(), less)->flow;
+    sent_data_ = true;
+  }
+  flow->send(std::move(frame));
+  connect();
+}
+
+std::vector<std::shared_ptr<SendFlow>> Link::flows() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<std::shared_ptr<SendFlow>> flows;
+  for (const Lane& lane : lanes_) flows.push_back(lane.flow);
+  return flows;
+}
+
+void Link::send_everywhere(FrameHeader header) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ == State::idle || state_ == State::dead) return;
+  }
+  const auto all = flows();
+  header.message = static_cast<std::uint32_t>(all.size());
+  for (const auto& flow : all) flow->send({header, {}, nullptr});
 }
 
 // ---- receiving ----
@@ -193,39 +203,44 @@ void Link::adopt(const iroh::Connection& connection) {
   {
     const std::lock_guard lock(mutex_);
     dead = state_ == State::dead;
-    // A second one replaces the first only while nothing has come on that: the peer's first attempt was cut short.
-    refuse = !dead && incoming_ && lanes_seen_ != 0;
+    refuse = !dead && incoming_.size() >= kMostIncoming;
     if (!dead && !refuse) {
-      incoming_ = connection;
+      incoming_.push_back(connection);
       liveness_.on_frame(Clock::now());
     }
   }
   if (dead) return connection.close(kCloseDead, "given up");
-  if (refuse) return connection.close(kCloseDuplicate, "a second connection");
+  if (refuse) return connection.close(kCloseOldLink, "too many connections");
   connection.closed().then([weak = weak_from_this(), connection](Result<std::string> reason) {
     const auto self = weak.lock();
-    if (self) self->on_incoming_closed(reason.ok() ? reason.value() : reason.error().what());
+    if (!self) return;
+    {
+      const std::lock_guard lock(self->mutex_);
+      std::erase_if(self->incoming_, [&](const iroh::Connection& one) { return one == connection; });
+    }
+    const std::string why = reason.ok() ? reason.value() : reason.error().what();
+    if (closed_by_peer(why)) self->on_incoming_closed(why);
   });
-  accept_lanes(connection);
   connect();
+  accept_lanes(connection);
 }
 
 void Link::accept_lanes(const iroh::Connection& connection) {
   connection.accept_uni().then([weak = weak_from_this(), connection](Result<iroh::RecvStream> result) {
     const auto self = weak.lock();
     if (!self || !result.ok()) return;
-    self->add_lane(std::move(result.value()));
+    self->add_lane(connection, std::move(result.value()));
     self->accept_lanes(connection);
   });
 }
 
-void Link::add_lane(iroh::RecvStream stream) {
+void Link::add_lane(const iroh::Connection& connection, iroh::RecvStream stream) {
   {
     const std::lock_guard lock(mutex_);
     ++recv_lanes_;
   }
-  auto greeted = std::make_shared<bool>(false);
-  auto on_frame = [weak = weak_from_this(), greeted](const FrameHeader& header, Payload payload) {
+  auto hello = std::make_shared<std::optional<HelloBody>>();
+  auto on_frame = [weak = weak_from_this(), hello, connection](const FrameHeader& header, Payload payload) {
     const auto self = weak.lock();
     if (!self) return false;
     {
@@ -233,18 +248,22 @@ void Link::add_lane(iroh::RecvStream stream) {
       self->heard_ = true;
       self->liveness_.on_frame(Clock::now());
     }
-    if (!std::exchange(*greeted, true)) {
-      self->greet(header, payload);
-    } else if (header.type == FrameType::hello) {
+    if (!*hello) {
+      *hello = self->greet(connection, header, payload);
+      return true;
+    }
+    const bool pulse = (*hello)->lane == HelloBody::kPulse;
+    if (header.type == FrameType::hello) {
       throw Error(ErrorKind::protocol, "bad frame: a second hello on one stream");
+    } else if (pulse == is_numbered(header.type)) {
+      throw Error(ErrorKind::protocol, "bad frame: type " + std::to_string(static_cast<int>(header.type)) +
+                                           " on a lane where it does not belong");
     } else if (header.type == FrameType::heartbeat) {
-      self->on_heartbeat(header);
-    } else if (header.type == FrameType::closing) {
-      self->on_closing(header);
-    } else if (header.type == FrameType::farewell) {
-      self->on_farewell();
+      self->on_heartbeat(header, (*hello)->road);
+    } else if (header.type == FrameType::ack) {
+      self->on_acks(payload);
     } else {
-      self->events_.on_frame(self->peer_.id, header, std::move(payload));
+      self->on_numbered((*hello)->lane, header, std::move(payload));
     }
     return true;
   };
@@ -255,13 +274,83 @@ void Link::add_lane(iroh::RecvStream stream) {
 }
 
 // Throws Error(protocol).
-void Link::greet(const FrameHeader& header, const Payload& payload) {
+HelloBody Link::greet(const iroh::Connection& connection, const FrameHeader& header, const Payload& payload) {
   if (header.type != FrameType::hello) throw Error(ErrorKind::protocol, "bad frame: a stream without a hello");
   const HelloBody hello = decode_hello(payload.bytes());
-  const std::uint64_t bit = hello.lane < 64 ? std::uint64_t{1} << hello.lane : 0;
-  const std::lock_guard lock(mutex_);
-  if ((lanes_seen_ & bit) != 0) throw Error(ErrorKind::protocol, "bad frame: a second hello for one lane");
-  lanes_seen_ |= bit;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!session_of_peer_) session_of_peer_ = hello.session;
+    if (*session_of_peer_ == hello.session) return hello;
+  }
+  connection.close(kCloseOldLink, "this end still had the old link");
+  const Error gone(ErrorKind::peer_gone, "it had given up the link, and began another");
+  die(gone);
+  throw gone;
+}
+
+void Link::on_numbered(std::uint8_t lane, const FrameHeader& header, Payload payload) {
+  ReceiveFlow& flow = receive_.at(lane);
+  const std::size_t size = payload.size();
+  auto offer = flow.offer(header, payload);
+  bool now = false;
+  bool timer = false;
+  {
+    const std::lock_guard lock(mutex_);
+    ack_again_ = 3;
+    unacked_bytes_ += size;
+    now = unacked_bytes_ >= kAckBytes;
+    timer = !now && !std::exchange(ack_timer_, true);
+  }
+  if (offer == ReceiveFlow::Offer::deliver) {
+    deliver(header, std::move(payload));
+    while (auto more = flow.take()) deliver(more->first, std::move(more->second));
+  }
+  if (now) send_acks();
+  if (timer) {
+    workers().at(after(Clock::now(), kAckDelay), [weak = weak_from_this()] {
+      if (const auto self = weak.lock()) self->send_acks();
+    });
+  }
+}
+
+void Link::deliver(const FrameHeader& header, Payload payload) {
+  if (header.type == FrameType::closing) return on_closing(header);
+  if (header.type == FrameType::farewell) return on_farewell();
+  events_.on_frame(peer_.main.id, header, std::move(payload));
+}
+
+void Link::send_acks() {
+  std::vector<Ack> acks;
+  std::vector<RoadPtr> roads;
+  {
+    const std::lock_guard lock(mutex_);
+    unacked_bytes_ = 0;
+    ack_timer_ = false;
+    if (roads_.empty()) return;
+    const bool standby_only = on_standby_ || !roads_.front()->is_up();
+    for (const RoadPtr& road : roads_) {
+      if (road && road->number() <= 1 && road->is_up() && (road->number() == 0 || standby_only)) roads.push_back(road);
+    }
+  }
+  for (std::size_t lane = 0; lane < receive_.size(); ++lane) {
+    const std::uint32_t next = receive_[lane].next();
+    if (next != 1) acks.push_back({static_cast<std::uint8_t>(lane), next});
+  }
+  if (acks.empty()) return;
+  const auto bytes = encode(acks);
+  FrameHeader header{.type = FrameType::ack};
+  header.length = static_cast<std::uint32_t>(bytes.size());
+  for (const RoadPtr& road : roads) road->pulse(header, bytes);
+}
+
+void Link::on_acks(const Payload& payload) {
+  const auto all = flows();
+  for (const Ack& ack : decode_acks(payload.bytes())) {
+    if (ack.lane >= all.size()) {
+      throw Error(ErrorKind::protocol, "bad frame: an acknowledgement of what was never sent");
+    }
+    all[ack.lane]->on_ack(ack.next);
+  }
 }
 
 void Link::on_recv_lane_end(const std::optional<Error>& error) {
@@ -281,6 +370,7 @@ void Link::on_incoming_closed(const std::string& reason) {
     if (state_ == State::dead) return;
     incoming_closed_ = true;
     closed_reason_ = reason;
+    give_up_at_ = std::min(give_up_at_, after(Clock::now(), kFarewell));
     if (recv_lanes_ > 0) return;  // the last lane to end comes back here
   }
   die(Error(ErrorKind::peer_gone, "its connection ended (" + reason + ")"));

@@ -9,32 +9,128 @@ namespace torch_iroh::link {
 namespace {
 
 constexpr std::size_t kRttSamples = 8;
-// Most heartbeats ask for no answer: an idle group should cost next to nothing.
-constexpr std::uint64_t kFirstEchoes = 4;
-constexpr std::uint64_t kEchoEvery = 8;
 // A stream carries at most 1.25 MB per round trip (iroh's fixed window), so 1 Gbit/s needs one more every 10 ms; more
 // than needed only costs CPU (loopback, 2 cores, 64 MiB all_reduce of 2 ranks: 1 lane 1.8 Gbit/s in all, 4 lanes 1.2).
 constexpr double kRttPerLane = 8.0;  // ms
 constexpr Duration kChooseLanesEvery = milliseconds(1000);
+// Beyond this distance several connections share the work: each has a congestion window of its own, and one that is
+// halved by a lost packet is not the whole link.
+constexpr double kFarRtt = 5.0;  // ms
+constexpr std::size_t kFarConnections = 4;
+constexpr std::size_t kMostConnections = 12;
+constexpr double kLossy = 3e-4;  // of packets: more connections are tried
+constexpr double kWorthIt = 1.1;
+constexpr Duration kGrowPause = milliseconds(30'000);
+// How long a question may go unanswered before the lanes move: iroh itself takes 15 s to leave a dead path.
+constexpr Duration kSuspect = milliseconds(900);
+constexpr Duration kQuickHeartbeat = milliseconds(200);
+constexpr Duration kStandbyHeartbeat = milliseconds(5000);
+constexpr int kAnswersToReturn = 4;
+constexpr Duration kCalm = milliseconds(60'000);
 
 std::uint64_t clock_ticks(TimePoint time) {
   return static_cast<std::uint64_t>(std::chrono::nanoseconds(time.time_since_epoch()).count());
 }
 
-FrameHeader heartbeat(TimePoint now, bool echo) {
-  FrameHeader header{.type = FrameType::heartbeat};
-  header.sequence = echo ? clock_ticks(now) : 0;
-  return header;
-}
-
 }  // namespace
 
-void Link::choose_lanes() {
+// As many lanes as the distance asks for, on as many connections as distance and loss do.
+void Link::choose_lanes(TimePoint now) {
   const auto path = selected_path();
   const double rtt = path ? static_cast<double>(path->rtt_ms) : 0.0;
-  const std::lock_guard lock(mutex_);
-  lanes_in_use_ = std::clamp<std::size_t>(static_cast<std::size_t>(rtt / kRttPerLane) + 1, 1,
-                                          static_cast<std::size_t>(options_.streams));
+  std::vector<RoadPtr> roads;
+  std::vector<RoadPtr> added;
+  std::uint64_t acked = 0;
+  for (const auto& flow : flows()) acked += flow->acked_bytes();
+  {
+    const std::lock_guard lock(mutex_);
+    roads = roads_;
+  }
+  std::uint64_t lost = 0;
+  std::uint64_t sent = 0;
+  for (const RoadPtr& road : roads) {
+    const iroh::Connection connection = road && road->number() != 1 ? road->connection() : iroh::Connection();
+    if (!connection) continue;
+    const auto stats = connection.stats();
+    lost += static_cast<std::uint64_t>(stats.lost_packets);
+    sent += static_cast<std::uint64_t>(stats.sent_datagrams);
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ != State::up) return;
+    const double packets = sent > sent_ ? static_cast<double>(sent - sent_) : 0.0;
+    const double losses = lost > lost_ ? static_cast<double>(lost - lost_) : 0.0;
+    const auto rate = static_cast<double>(acked - acked_);
+    sent_ = sent;
+    lost_ = lost;
+    acked_ = acked;
+    const std::size_t most = std::min(kMostConnections, static_cast<std::size_t>(options_.streams));
+    if (rtt < kFarRtt) {
+      connections_ = 1;
+    } else if (connections_ < kFarConnections) {
+      connections_ = std::min(kFarConnections, most);
+      best_rate_ = 0;
+    } else if (packets > 100 && losses / packets > kLossy && now >= grow_at_ && connections_ < most) {
+      if (rate > best_rate_ * kWorthIt) {
+        best_rate_ = rate;
+        connections_ = std::min(2 * connections_, most);
+      } else {
+        grow_at_ = now + kGrowPause;  // the link itself is full, and loses packets for that
+        best_rate_ = 0;
+      }
+    }
+    const auto lanes = std::clamp<std::size_t>(std::max(static_cast<std::size_t>(rtt / kRttPerLane) + 1, connections_),
+                                               1, static_cast<std::size_t>(options_.streams));
+    if (lanes_.size() < lanes + 1) lanes_.resize(lanes + 1);
+    std::size_t have = 0;
+    for (const RoadPtr& road : roads_) have += road && road->number() != 1 ? 1 : 0;
+    for (; have < connections_; ++have) {
+      if (auto road = add_road_locked()) added.push_back(std::move(road));
+    }
+  }
+  for (const RoadPtr& road : added) start(road);
+  place_lanes();
+}
+
+// The standby while the main road does not answer; the main road again once it answers for a while.
+void Link::choose_road(TimePoint now) {
+  bool moved = false;
+  bool standby = false;
+  std::string waited;
+  {
+    const std::lock_guard lock(mutex_);
+    if (state_ != State::up || roads_.size() < 2 || !roads_[1]) return;
+    if (now - moved_at_ > kCalm) moves_ = 0;
+    const Road& main = *roads_.front();
+    if (!on_standby_) {
+      const double rtt = rtts_ms_.empty() ? 0.0 : *std::min_element(rtts_ms_.begin(), rtts_ms_.end());
+      const Duration patience =
+          kSuspect + std::chrono::duration_cast<Duration>(std::chrono::duration<double>(rtt / 500));
+      const Duration open = main.unanswered_for(now);
+      moved = (!main.is_up() || open > patience) && roads_[1]->is_up() && roads_[1]->unanswered_for(now) < patience;
+      waited = to_text(open);
+      moves_ += moved ? 1 : 0;
+    } else {
+      // The more often it has failed of late, the longer it must have answered.
+      const int needed = kAnswersToReturn << std::min(moves_ - 1, 5);
+      moved = main.is_up() && main.unanswered_for(now) < kSuspect && main.answers() >= needed;
+    }
+    if (moved) {
+      on_standby_ = !on_standby_;
+      moved_at_ = now;
+    }
+    standby = on_standby_;
+  }
+  if (!moved) return;
+  {
+    const std::lock_guard lock(mutex_);
+    roads_.front()->forget_answers();
+  }
+  log(LogLevel::info, "the link to endpoint " + iroh::short_name(peer()) +
+                          (standby ? " moves to the relay: its path has not answered for " + waited
+                                   : std::string(" returns to its own path")));
+  place_lanes();
+  if (standby) send_acks();
 }
 
 std::optional<Error> Link::verdict_locked(TimePoint now) {
@@ -42,9 +138,9 @@ std::optional<Error> Link::verdict_locked(TimePoint now) {
   if (now >= give_up_at_) return Error(ErrorKind::peer_gone, "its connection ended (" + closed_reason_ + ")");
   const bool reached = state_ == State::up && heard_;
   if (!reached && now >= first_word_by_) {
-    return Error(ErrorKind::peer_gone,
-                 "it could not be reached within " + to_text(options_.connect_timeout) +
-                     (last_dial_error_.empty() ? std::string() : " (last answer: " + last_dial_error_ + ")"));
+    const std::string last = roads_.front()->last_error();
+    return Error(ErrorKind::peer_gone, "it could not be reached within " + to_text(options_.connect_timeout) +
+                                           (last.empty() ? std::string() : " (last answer: " + last + ")"));
   }
   if (heard_ && liveness_.on_timer(now) == Verdict::dead) {
     return Error(ErrorKind::peer_gone, "nothing was received from it for " + to_text(liveness_.quiet_for(now)) +
@@ -55,23 +151,17 @@ std::optional<Error> Link::verdict_locked(TimePoint now) {
 
 void Link::on_tick(TimePoint now, Duration paused) {
   std::optional<Error> verdict;
-  std::shared_ptr<SendLane> control;
-  bool redial = false;
+  std::vector<RoadPtr> roads;
   bool choose = false;
-  bool echo = false;
+  bool standby = false;
+  bool again = false;
   {
     const std::lock_guard lock(mutex_);
     liveness_.forgive(paused);
     verdict = verdict_locked(now);
-    if (!verdict && now >= redial_at_) {
-      redial = true;
-      redial_at_ = kNever;
-    }
-    if (!verdict && state_ == State::up && now >= heartbeat_at_) {
-      heartbeat_at_ = now + options_.heartbeat;
-      echo = heartbeats_++ % kEchoEvery == 0 || heartbeats_ < kFirstEchoes;
-      control = lanes_[0];
-    }
+    roads = roads_;
+    standby = on_standby_;
+    again = ack_again_ > 0 && --ack_again_ >= 0;
     if (sent_data_ && now >= choose_lanes_at_) {
       choose = true;
       sent_data_ = false;
@@ -79,10 +169,22 @@ void Link::on_tick(TimePoint now, Duration paused) {
     }
   }
   if (verdict) return die(*verdict);
-  if (redial) dial();
-  if (choose) choose_lanes();
-  // Whatever is still queued is a sign of life as good as a heartbeat.
-  if (control && control->idle()) control->send({heartbeat(now, echo), {}, nullptr});
+  bool busy = false;
+  for (const auto& flow : flows()) busy = busy || !flow->all_acked();
+  for (const RoadPtr& road : roads) {
+    if (!road) continue;
+    if (paused > Duration::zero()) road->forgive();
+    const bool main = road->number() == 0;
+    const bool quick =
+        (main && (busy || standby || road->unanswered_for(now) > Duration::zero())) || (road->number() == 1 && standby);
+    const Duration interval = quick  ? std::min(kQuickHeartbeat, options_.heartbeat)
+                              : main ? options_.heartbeat
+                                     : std::max(kStandbyHeartbeat, options_.heartbeat);
+    road->on_tick(now, interval, quick || !main);
+  }
+  choose_road(now);
+  if (choose) choose_lanes(now);
+  if (again) send_acks();
 }
 
 // QUIC's own acknowledgement is not enough to hang up on: a stream that this side has not accepted yet would be lost.
@@ -103,36 +205,46 @@ void Link::on_farewell() {
   if (flushed) flushed();
 }
 
-void Link::on_heartbeat(const FrameHeader& header) {
+void Link::on_heartbeat(const FrameHeader& header, std::uint8_t road) {
   if (header.sequence == 0) return;
+  const TimePoint now = Clock::now();
   if (header.chunk == 0) {
     FrameHeader echo = header;
     echo.chunk = 1;
-    std::shared_ptr<SendLane> control;
+    std::vector<RoadPtr> roads;
     {
       const std::lock_guard lock(mutex_);
-      if (state_ == State::up) control = lanes_[0];
+      for (const RoadPtr& one : roads_) {
+        if (!one || one->number() > 1) continue;
+        if (one->number() == 0 || on_standby_ || road == 1 || !roads_.front()->is_up()) roads.push_back(one);
+      }
     }
-    if (control) control->send({echo, {}, nullptr});
+    for (const RoadPtr& one : roads) one->pulse(echo, {});
     return;
   }
-  const double sample = static_cast<double>(clock_ticks(Clock::now()) - header.sequence) / 1e6;
-  if (sample < 0 || sample > 1e6) return;  // not a time that we sent
+  RoadPtr asked;
+  {
+    const std::lock_guard lock(mutex_);
+    if (header.message < roads_.size()) asked = roads_[header.message];
+  }
+  if (!asked) return;
+  asked->on_echo(header.sequence, now);
+  const double sample = static_cast<double>(clock_ticks(now) - header.sequence) / 1e6;
+  if (header.message != road || road == 1 || sample < 0 || sample > 1e6) return;  // no way there and back, or no time
   const std::lock_guard lock(mutex_);
   rtts_ms_.push_back(sample);
   if (rtts_ms_.size() > kRttSamples) rtts_ms_.pop_front();
 }
 
 void Link::flush(std::function<void()> flushed) {
+  bool pending = false;
+  for (const auto& flow : flows()) pending = pending || !flow->all_acked();
   {
     const std::lock_guard lock(mutex_);
-    const bool pending = !(control_backlog_.empty() && data_backlog_.empty() && everywhere_backlog_.empty());
     if (state_ == State::up || (state_ == State::dialing && pending)) flushed_ = std::exchange(flushed, nullptr);
   }
   if (flushed) return flushed();
-  FrameHeader closing{.type = FrameType::closing};
-  closing.message = static_cast<std::uint32_t>(options_.streams + 1);
-  send_everywhere(closing);
+  send_everywhere(FrameHeader{.type = FrameType::closing});
 }
 
 void Link::kill(const Error& cause) {
@@ -140,36 +252,25 @@ void Link::kill(const Error& cause) {
 }
 
 void Link::die(const Error& cause) {
-  iroh::Connection outgoing;
-  iroh::Connection incoming;
-  iroh::Canceller dialing;
-  std::vector<std::shared_ptr<SendLane>> lanes;
-  std::vector<OutFrame> backlog;
+  std::vector<iroh::Connection> incoming;
+  std::vector<RoadPtr> roads;
   std::function<void()> flushed;
   {
     const std::lock_guard lock(mutex_);
     if (state_ == State::dead) return;
     state_ = State::dead;
-    cause_ = cause;
-    outgoing = std::exchange(outgoing_, {});
-    incoming = std::exchange(incoming_, {});
-    dialing = std::exchange(dialing_, {});
-    lanes.swap(lanes_);
-    backlog.swap(control_backlog_);
-    std::move(data_backlog_.begin(), data_backlog_.end(), std::back_inserter(backlog));
-    data_backlog_.clear();
+    incoming.swap(incoming_);
+    roads = roads_;
     flushed = std::exchange(flushed_, nullptr);
   }
-  dialing.cancel();
   const std::string reason = cause.kind() == ErrorKind::aborted ? "left" : "given up";
-  if (outgoing) outgoing.close(kCloseDead, reason);
-  if (incoming) incoming.close(kCloseDead, reason);
-  for (const auto& lane : lanes) lane->fail(cause);
-  for (OutFrame& frame : backlog) {
-    if (frame.done) frame.done(cause);
+  for (const RoadPtr& road : roads) {
+    if (road) road->close(kCloseDead, reason);
   }
+  for (const iroh::Connection& connection : incoming) connection.close(kCloseDead, reason);
+  for (const auto& flow : flows()) flow->fail(cause);
   if (flushed) flushed();
-  events_.on_dead(peer_.id, cause);
+  events_.on_dead(peer(), cause);
 }
 
 bool Link::is_up() const {
@@ -186,7 +287,8 @@ std::optional<iroh::Path> Link::selected_path() const {
   iroh::Connection connection;
   {
     const std::lock_guard lock(mutex_);
-    connection = outgoing_ ? outgoing_ : incoming_;
+    if (!roads_.empty()) connection = roads_[on_standby_ ? 1 : 0]->connection();
+    if (!connection && !incoming_.empty()) connection = incoming_.front();
   }
   if (!connection) return std::nullopt;
   for (const iroh::Path& path : connection.paths()) {

@@ -11,6 +11,7 @@ namespace torch_iroh::link {
 namespace {
 
 constexpr Duration kBindTimeout = milliseconds(10000);
+constexpr Duration kTick = milliseconds(200);  // a lane must leave a silent road within 2 s
 constexpr Duration kReachTimeout = milliseconds(3000);
 constexpr Duration kEndpointCloseTimeout = milliseconds(300);
 constexpr Duration kExitLinger = milliseconds(2000);
@@ -102,21 +103,42 @@ void Node::start() {
   if (!options_.bind_addr.empty()) options.bind_addr = options_.bind_addr;
   options.relays = options_.reach.relays;
   options.public_relays = options_.reach.public_relays;
-  endpoint_ = iroh::Endpoint::bind(options).get(after(Clock::now(), kBindTimeout));
-  id_ = endpoint_.id();
-  reach_ = std::make_shared<Reach>(endpoint_, options_.reach);
+  endpoints_.main = iroh::Endpoint::bind(options).get(after(Clock::now(), kBindTimeout));
+  id_ = endpoints_.main.id();
+  if (!options.relays.empty() || options.public_relays) bind_standby();
+  reach_ = std::make_shared<Reach>(endpoints_.main, options_.reach);
   reach_->start(after(Clock::now(), kReachTimeout));
   last_tick_ = Clock::now();
-  accept_next();
+  accept_next(endpoints_.main);
+  if (endpoints_.standby) accept_next(endpoints_.standby);
   arm_tick();
 }
 
-iroh::EndpointAddr Node::addr() const {
-  return endpoint_.addr();
+// It has no address but the relay's, so that its connections stay there: those of one endpoint all follow the path that
+// iroh has chosen to the peer, also into silence.
+void Node::bind_standby() {
+  iroh::EndpointOptions options;
+  options.alpns = {kAlpn};
+  options.bind_addr = "127.0.0.1:0";
+  options.relays = options_.reach.relays;
+  options.public_relays = options_.reach.public_relays;
+  endpoints_.standby = iroh::Endpoint::bind(options).get(after(Clock::now(), kBindTimeout));
 }
 
-void Node::accept_next() {
-  endpoint_.accept_next().then([weak = weak_from_this()](Result<std::optional<iroh::Incoming>> result) {
+PeerAddr Node::addr() const {
+  PeerAddr addr{endpoints_.main.addr(), std::nullopt};
+  if (endpoints_.standby) {
+    addr.standby = endpoints_.standby.addr();
+    addr.standby->direct.clear();
+    // Its own home relay may not be settled yet; that of the main endpoint serves as well.
+    if (!addr.standby->relay_url) addr.standby->relay_url = addr.main.relay_url;
+    if (!addr.standby->relay_url) addr.standby.reset();
+  }
+  return addr;
+}
+
+void Node::accept_next(const iroh::Endpoint& endpoint) {
+  endpoint.accept_next().then([weak = weak_from_this(), endpoint](Result<std::optional<iroh::Incoming>> result) {
     const auto self = weak.lock();
     if (!self || !result.ok() || !result.value()) return;  // the endpoint is closed
     {
@@ -138,7 +160,7 @@ void Node::accept_next() {
         accepting.value().handshake().then(finish);
       });
     }
-    self->accept_next();
+    self->accept_next(endpoint);
   });
 }
 
@@ -151,14 +173,15 @@ void Node::on_connected(Result<iroh::Connection> result) {
     log_once(LogLevel::info, "handshake", std::string("a connection attempt failed: ") + result.error().what());
     return;
   }
-  const iroh::EndpointId id = result.value().remote_id();
+  iroh::EndpointId id = result.value().remote_id();
   bool known = false;
   bool wait = false;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& [number, group] : groups_) {
-      known = known || group.members.contains(id);
-      wait = wait || !group.complete;
+    for (const auto& [number, group] : groups_) wait = wait || !group.complete;
+    if (const auto member = member_locked(id)) {
+      id = *member;
+      known = true;
     }
     // While this process leaves, a peer may still have to dial in to say farewell.
     const auto link = links_.find(id);
@@ -171,6 +194,14 @@ void Node::on_connected(Result<iroh::Connection> result) {
   } else if (!wait) {
     refuse(id, result.value());
   }
+}
+
+std::optional<iroh::EndpointId> Node::member_locked(const iroh::EndpointId& id) const {
+  for (const auto& [number, group] : groups_) {
+    if (group.members.contains(id)) return id;
+    if (const auto owner = group.of_standby.find(id); owner != group.of_standby.end()) return owner->second;
+  }
+  return std::nullopt;
 }
 
 void Node::welcome(const iroh::EndpointId& id, const iroh::Connection& connection) {
@@ -188,21 +219,25 @@ void Node::join(std::uint64_t group, std::weak_ptr<GroupSink> sink) {
   groups_[group].sink = std::move(sink);
 }
 
-void Node::set_members(std::uint64_t group, const std::vector<iroh::EndpointAddr>& members) {
+void Node::set_members(std::uint64_t group, const std::vector<PeerAddr>& members) {
   std::vector<Stranger> welcomed;
   std::vector<Stranger> refused;
   {
     const std::lock_guard lock(mutex_);
     Group& entry = groups_[group];
     for (const auto& member : members) {
-      if (member.id != id_) entry.members.emplace(member.id, member);
+      if (member.main.id == id_) continue;
+      entry.members.emplace(member.main.id, member);
+      if (member.standby) entry.of_standby.emplace(member.standby->id, member.main.id);
     }
     entry.complete = true;
     const bool still_waiting =
         std::any_of(groups_.begin(), groups_.end(), [](const auto& one) { return !one.second.complete; });
     std::vector<Stranger> left;
     for (Stranger& stranger : strangers_) {
-      auto& where = entry.members.contains(stranger.id) ? welcomed : still_waiting ? left : refused;
+      const auto member = member_locked(stranger.id);
+      if (member) stranger.id = *member;
+      auto& where = member ? welcomed : still_waiting ? left : refused;
       where.push_back(std::move(stranger));
     }
     strangers_ = std::move(left);
@@ -219,8 +254,8 @@ std::shared_ptr<Link> Node::link_to(const iroh::EndpointId& peer) {
 std::shared_ptr<Link> Node::link_locked(const iroh::EndpointId& peer) {
   std::shared_ptr<Link>& link = links_[peer];
   if (link && !link->is_dead()) return link;
-  iroh::EndpointAddr addr;
-  addr.id = peer;
+  PeerAddr addr;
+  addr.main.id = peer;
   for (const auto& [number, group] : groups_) {
     const auto member = group.members.find(peer);
     if (member != group.members.end()) addr = member->second;
@@ -233,7 +268,7 @@ std::shared_ptr<Link> Node::link_locked(const iroh::EndpointId& peer) {
   events.on_dead = [weak = weak_from_this()](const iroh::EndpointId& id, const Error& cause) {
     if (const auto node = weak.lock()) node->on_dead(id, cause);
   };
-  link = std::make_shared<Link>(endpoint_, addr, options_.link, std::move(events));
+  link = std::make_shared<Link>(endpoints_, addr, options_.link, std::move(events));
   return link;
 }
 
@@ -281,7 +316,7 @@ void Node::on_dead(const iroh::EndpointId& peer, const Error& cause) {
 
 // Often enough that a verdict comes at most a sixth of its time-out late.
 Duration Node::tick_interval() const {
-  return std::min<Duration>(options_.link.heartbeat, options_.link.peer_timeout / 6);
+  return std::min({options_.link.heartbeat, Duration(options_.link.peer_timeout / 6), Duration(kTick)});
 }
 
 void Node::arm_tick() {
@@ -318,7 +353,6 @@ void Node::tick() {
 void Node::leave(std::uint64_t group, Duration linger) {
   FrameHeader goodbye{.type = FrameType::goodbye};
   goodbye.group = group;
-  goodbye.message = static_cast<std::uint32_t>(options_.link.streams + 1);  // on so many lanes it is said
   for (const auto& link : links_of(group)) link->send_everywhere(goodbye);
   bool last = false;
   {
@@ -369,10 +403,14 @@ void Node::close(Duration linger) {
     links_.clear();
   }
   for (const Stranger& one : strangers) one.connection.close(kCloseLeft, "left");
-  try {
-    endpoint_.close().get(after(Clock::now(), kEndpointCloseTimeout));
-  } catch (const Error& error) {
-    log(LogLevel::debug, std::string("closing the endpoint: ") + error.what());
+  const TimePoint by = after(Clock::now(), kEndpointCloseTimeout);
+  for (const iroh::Endpoint& endpoint : {endpoints_.main, endpoints_.standby}) {
+    if (!endpoint) continue;
+    try {
+      endpoint.close().get(by);
+    } catch (const Error& error) {
+      log(LogLevel::debug, std::string("closing the endpoint: ") + error.what());
+    }
   }
 }
 

@@ -44,12 +44,12 @@ class Node : public std::enable_shared_from_this<Node> {
   explicit Node(const NodeOptions& options) : options_(options) {}
 
   const iroh::EndpointId& id() const { return id_; }
-  iroh::EndpointAddr addr() const;
+  PeerAddr addr() const;
 
   // Frames of `group` go to `sink` from now on, whoever sends them; strangers that connect are kept waiting until
   // set_members() says who belongs.
   void join(std::uint64_t group, std::weak_ptr<GroupSink> sink);
-  void set_members(std::uint64_t group, const std::vector<iroh::EndpointAddr>& members);
+  void set_members(std::uint64_t group, const std::vector<PeerAddr>& members);
 
   std::shared_ptr<Link> link_to(const iroh::EndpointId& peer);       // a live one, made when needed
   std::vector<std::shared_ptr<Link>> links_of(std::uint64_t group);  // those that exist
@@ -62,7 +62,8 @@ class Node : public std::enable_shared_from_this<Node> {
  private:
   struct Group {
     std::weak_ptr<GroupSink> sink;
-    std::map<iroh::EndpointId, iroh::EndpointAddr> members;
+    std::map<iroh::EndpointId, PeerAddr> members;
+    std::map<iroh::EndpointId, iroh::EndpointId> of_standby;  // whose it is
     bool complete = false;
   };
   struct Stranger {
@@ -73,8 +74,10 @@ class Node : public std::enable_shared_from_this<Node> {
 
   static std::shared_ptr<Node> running(const NodeOptions& options);
   void start();
-  void accept_next();
+  void bind_standby();
+  void accept_next(const iroh::Endpoint& endpoint);
   void on_connected(Result<iroh::Connection> result);
+  std::optional<iroh::EndpointId> member_locked(const iroh::EndpointId& id) const;  // whose endpoint it is
   void welcome(const iroh::EndpointId& id, const iroh::Connection& connection);
   void refuse(const iroh::EndpointId& id, const iroh::Connection& connection);
   std::shared_ptr<Link> link_locked(const iroh::EndpointId& peer);
@@ -86,7 +89,7 @@ class Node : public std::enable_shared_from_this<Node> {
   void close(Duration linger);
 
   const NodeOptions options_;
-  iroh::Endpoint endpoint_;
+  Endpoints endpoints_;
   std::shared_ptr<Reach> reach_;
   iroh::EndpointId id_{};
 

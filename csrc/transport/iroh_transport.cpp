@@ -26,13 +26,13 @@ IrohTransport::~IrohTransport() {
   close({});
 }
 
-void IrohTransport::set_members(const std::vector<iroh::EndpointAddr>& members, std::uint8_t wire_version) {
+void IrohTransport::set_members(const std::vector<link::PeerAddr>& members, std::uint8_t wire_version) {
   {
     const std::lock_guard lock(mutex_);
     wire_version_ = wire_version;
     for (std::size_t i = 0; i < members.size(); ++i) {
-      peers_[i].id = members[i].id;
-      ranks_.emplace(members[i].id, static_cast<int>(i));
+      peers_[i].id = members[i].main.id;
+      ranks_.emplace(members[i].main.id, static_cast<int>(i));
     }
   }
   node_->set_members(group_, members);

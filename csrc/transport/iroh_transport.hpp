@@ -23,7 +23,7 @@ class IrohTransport final : public Transport,
   ~IrohTransport() override;
 
   // Who each rank is, by rank, and the wire version that all of them speak.
-  void set_members(const std::vector<iroh::EndpointAddr>& members, std::uint8_t wire_version);
+  void set_members(const std::vector<link::PeerAddr>& members, std::uint8_t wire_version);
 
   int rank() const override { return rank_; }
   int world() const override { return world_; }

@@ -13,7 +13,7 @@
 namespace torch_iroh::transport {
 namespace {
 
-constexpr std::uint32_t kRecordMagic = 0x34524954;  // "TIR4"
+constexpr std::uint32_t kRecordMagic = 0x35524954;  // "TIR5"
 constexpr std::uint16_t kMostAddresses = 64;
 constexpr std::uint32_t kLeastChunk = 64;
 constexpr std::size_t kMostPlanBytes = 2000;
@@ -164,7 +164,8 @@ std::vector<std::uint8_t> encode(const Record& record) {
   const HostIntroduction& sharing = record.sharing;
   out.put_text(record.site).put_text(sharing.host).put(sharing.pid).put(sharing.memory).put(sharing.nonce);
   out.put(sharing.bell).put(sharing.bell_nonce).put_text(record.plan).put_text(record.compression);
-  out.put(static_cast<std::uint8_t>(record.probe));
+  out.put(static_cast<std::uint8_t>(record.probe)).put(static_cast<std::uint8_t>(record.standby.has_value()));
+  if (record.standby) out.put_bytes(record.standby->id).put_text(record.standby->relay_url.value_or(""));
   return out.octets();
 }
 
@@ -203,6 +204,14 @@ Record decode_record(const std::vector<std::uint8_t>& bytes) {
   const auto probe = in.get<std::uint8_t>();
   if (probe > 1) throw Error(ErrorKind::protocol, "a record with an unknown wish");
   record.probe = probe == 1;
+  const auto standby = in.get<std::uint8_t>();
+  if (standby > 1) throw Error(ErrorKind::protocol, "a record with an unknown endpoint");
+  if (standby == 1) {
+    const auto second = in.get_bytes(record.addr.id.size());
+    record.standby.emplace();
+    std::copy(second.begin(), second.end(), record.standby->id.begin());
+    record.standby->relay_url = in.get_text();
+  }
   if (in.left() != 0) throw Error(ErrorKind::protocol, "a record with bytes behind its end");
   if (record.chunk_bytes < kLeastChunk || record.chunk_bytes > link::kMaxFrameBytes || record.chunk_bytes % 64 != 0) {
     throw Error(ErrorKind::protocol, "a record with chunks of " + std::to_string(record.chunk_bytes) + " bytes");
@@ -233,7 +242,9 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
   mine.chunk_bytes = request.chunk_bytes;
   mine.members = request.members;
   mine.host = host_name();
-  mine.addr = node->addr();
+  const link::PeerAddr addr = node->addr();
+  mine.addr = addr.main;
+  mine.standby = addr.standby;
   if (mine.addr.direct.size() > kMostAddresses) mine.addr.direct.resize(kMostAddresses);
   auto team = make_team(request);
   mine.sharing = team ? team->introduction() : HostIntroduction{host_identity()};
@@ -253,7 +264,7 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
 
   joined.chunk_bytes = request.chunk_bytes;
   std::uint8_t wire_version = mine.wire_max;
-  std::vector<iroh::EndpointAddr> members;
+  std::vector<link::PeerAddr> members;
   std::vector<Record> records;
   for (int rank = 0; rank < request.world; ++rank) {
     try {
@@ -262,11 +273,11 @@ Joined join_group(KeyValueStore& store, const std::shared_ptr<link::Node>& node,
       wire_version = std::min(wire_version, record.wire_max);
       joined.chunk_bytes = std::min(joined.chunk_bytes, record.chunk_bytes);
       for (std::size_t other = 0; other < members.size(); ++other) {
-        if (members[other].id == record.addr.id) {
+        if (members[other].main.id == record.addr.id) {
           throw Error(ErrorKind::protocol, "it has the endpoint id of rank " + std::to_string(other));
         }
       }
-      members.push_back(record.addr);
+      members.push_back({record.addr, record.standby});
       records.push_back(std::move(record));
     } catch (const Error& error) {
       if (error.kind() != ErrorKind::protocol) throw;

@@ -37,6 +37,7 @@ struct Record {
   std::string compression = "none";  // between sites; equal on all ranks
   bool probe = false;                // wants the links measured
   iroh::EndpointAddr addr;
+  std::optional<iroh::EndpointAddr> standby{};  // knows only relays (link/link.hpp)
 };
 
 std::vector<std::uint8_t> encode(const Record& record);
@@ -65,7 +66,7 @@ struct JoinRequest {
 struct Meeting {
   std::string prefix;  // of the group's keys in the store
   std::uint64_t group = 0;
-  std::vector<iroh::EndpointAddr> members;
+  std::vector<link::PeerAddr> members;
   std::uint8_t wire_version = 0;
   std::vector<std::string> hosts;  // by rank: host_identity(); empty: not known
   std::vector<std::string> hints;  // by rank: the site that it names

@@ -54,6 +54,7 @@ FrameHeader sample_header() {
   header.message = 0xa1b2c3d4;
   header.chunk = 0x0a0b0c0d;
   header.signature = 0xdeadbeef;
+  header.number = 0x01020304;
   return header;
 }
 
@@ -69,6 +70,9 @@ Record sample_record() {
   record.sharing = {"hh", 7, 8, 9, 10, 11};
   record.plan = "*=ring";
   record.probe = true;
+  record.standby.emplace();
+  for (std::size_t i = 0; i < record.addr.id.size(); ++i) record.standby->id[i] = static_cast<std::byte>(64 + i);
+  record.standby->relay_url = "q";
   return record;
 }
 
@@ -81,7 +85,8 @@ bool same(const Record& a, const Record& b) {
          a.addr.direct == b.addr.direct && a.site == b.site && a.sharing.host == b.sharing.host &&
          a.sharing.pid == b.sharing.pid && a.sharing.memory == b.sharing.memory && a.sharing.nonce == b.sharing.nonce &&
          a.sharing.bell == b.sharing.bell && a.sharing.bell_nonce == b.sharing.bell_nonce && a.plan == b.plan &&
-         a.probe == b.probe;
+         a.probe == b.probe && a.standby.has_value() == b.standby.has_value() &&
+         (!a.standby || (a.standby->id == b.standby->id && a.standby->relay_url == b.standby->relay_url));
 }
 
 // The refusal must be an Error(protocol) that says `part`.
@@ -160,33 +165,35 @@ TEST_CASE("frame: the header's bytes are pinned") {
   CHECK(hex(link::encode(sample_header())) ==
         "5449"
         "02"
-        "01"
+        "02"
         "45230100"
         "8877665544332211"
         "0700000000000080"
         "d4c3b2a1"
         "0d0c0b0a"
         "efbeadde"
-        "00000000");
-  CHECK(hex(link::encode(FrameHeader{})) == "54490401" + std::string(72, '0'));
+        "04030201");
+  CHECK(hex(link::encode(FrameHeader{})) == "54490402" + std::string(72, '0'));
   CHECK(static_cast<int>(FrameType::hello) == 1);
   CHECK(static_cast<int>(FrameType::control) == 3);
   CHECK(static_cast<int>(FrameType::goodbye) == 5);
   CHECK(static_cast<int>(FrameType::closing) == 6);
   CHECK(static_cast<int>(FrameType::farewell) == 7);
+  CHECK(static_cast<int>(FrameType::ack) == 8);
 }
 
 TEST_CASE("frame: every header comes back as it went") {
   std::mt19937_64 random(1);
   for (int round = 0; round < 10'000; ++round) {
     FrameHeader header;
-    header.type = static_cast<FrameType>(1 + random() % 5);
+    header.type = static_cast<FrameType>(1 + random() % 8);
     header.length = static_cast<std::uint32_t>(random() % (link::kMaxFrameBytes + 1));
     header.group = random();
     header.sequence = random();
     header.message = static_cast<std::uint32_t>(random());
     header.chunk = static_cast<std::uint32_t>(random());
     header.signature = static_cast<std::uint32_t>(random());
+    header.number = static_cast<std::uint32_t>(random());
     const auto bytes = link::encode(header);
     if (link::decode(bytes) != header) FAIL("seed 1 round " << round << ": " << hex(bytes));
   }
@@ -202,9 +209,8 @@ TEST_CASE("frame: each wrong field is refused by name") {
   CHECK(decode_header(good) == sample_header());
   refused(0, 'I', "magic");
   refused(1, 'T', "magic");
-  for (const int type : {0, 8, 255}) refused(2, type, "unknown type " + std::to_string(type));
-  for (const int version : {0, 2, 255}) refused(3, version, "wire version " + std::to_string(version));
-  for (std::size_t at = 36; at < 40; ++at) refused(at, 1, "reserved");
+  for (const int type : {0, 9, 255}) refused(2, type, "unknown type " + std::to_string(type));
+  for (const int version : {0, 1, 3, 255}) refused(3, version, "wire version " + std::to_string(version));
 
   FrameHeader header = sample_header();
   header.length = link::kMaxFrameBytes;
@@ -220,7 +226,7 @@ TEST_CASE("frame: a header is accepted only as the bytes it would be written as"
   fuzz(
       [](std::mt19937_64& random) {
         FrameHeader header = sample_header();
-        header.type = static_cast<FrameType>(1 + random() % 5);
+        header.type = static_cast<FrameType>(1 + random() % 8);
         header.group = random();
         return to_bytes(link::encode(header));
       },
@@ -231,33 +237,62 @@ TEST_CASE("frame: a header is accepted only as the bytes it would be written as"
       true);
 }
 
-TEST_CASE("hello: pinned, and every pair of bytes is either a lane or refused") {
-  CHECK(hex(link::encode(HelloBody{3, 9})) == "0309");
+TEST_CASE("frame: numbers wrap around past zero, and know which comes first") {
+  CHECK(link::next_number(0) == 1);
+  CHECK(link::next_number(7) == 8);
+  CHECK(link::next_number(0xffffffffU) == 1);
+  CHECK(link::number_before(1, 2));
+  CHECK_FALSE(link::number_before(2, 2));
+  CHECK_FALSE(link::number_before(3, 2));
+  CHECK(link::number_before(0xfffffff0U, 5));
+  CHECK_FALSE(link::number_before(5, 0xfffffff0U));
+}
+
+TEST_CASE("hello: pinned, and every lane and road is either one that exists or refused") {
+  CHECK(hex(link::encode(HelloBody{3, 9, 0x1122334455667788})) == "03090000000000008877665544332211");
   for (int lane = 0; lane < 256; ++lane) {
-    for (int lanes = 0; lanes < 256; ++lanes) {
-      const std::array bytes{static_cast<std::byte>(lane), static_cast<std::byte>(lanes)};
-      if (lanes >= 2 && lanes <= HelloBody::kMaxLanes && lane < lanes) {
+    for (int road = 0; road < 256; ++road) {
+      const auto bytes = link::encode(HelloBody{static_cast<std::uint8_t>(lane), static_cast<std::uint8_t>(road), 5});
+      if ((lane < HelloBody::kMaxLanes || lane == HelloBody::kPulse) && road < HelloBody::kMaxRoads) {
         const HelloBody hello = link::decode_hello(bytes);
-        if (hello.lane != lane || hello.lanes != lanes) FAIL("lane " << lane << " of " << lanes);
+        if (hello.lane != lane || hello.road != road || hello.session != 5) FAIL("lane " << lane << " of " << road);
       } else {
         try {
           link::decode_hello(bytes);
-          FAIL("accepted lane " << lane << " of " << lanes);
+          FAIL("accepted lane " << lane << " of road " << road);
         } catch (const Error& error) {
           if (error.kind() != ErrorKind::protocol) FAIL(std::string(error.what()));
         }
       }
     }
   }
-  for (const std::size_t size : {0, 1, 3, 100}) {
+  for (const std::size_t size : {0, 1, 15, 17, 100}) {
     expect_refused([&] { link::decode_hello(Bytes(size, std::byte{2})); },
                    "hello of " + std::to_string(size) + " bytes");
   }
 }
 
 TEST_CASE("hello: fuzz") {
-  fuzz([](std::mt19937_64&) { return to_bytes(link::encode(HelloBody{1, 2})); },
+  fuzz([](std::mt19937_64& random) { return to_bytes(link::encode(HelloBody{1, 2, random()})); },
        [](const Bytes& bytes) { return to_bytes(link::encode(link::decode_hello(bytes))) == bytes; }, false);
+}
+
+TEST_CASE("ack: pinned, comes back as it went, and no lane that cannot be") {
+  CHECK(hex(link::encode(std::vector<link::Ack>{{2, 0x1020304}, {64, 1}})) == "02000000040302014000000001000000");
+  CHECK(link::decode_acks({}).empty());
+  const auto acks = link::decode_acks(link::encode(std::vector<link::Ack>{{2, 9}, {0, 0xffffffffU}}));
+  REQUIRE(acks.size() == 2);
+  CHECK(acks[0].lane == 2);
+  CHECK(acks[1].next == 0xffffffffU);
+  expect_refused([] { link::decode_acks(link::encode(std::vector<link::Ack>{{65, 1}})); }, "ack for lane 65");
+  expect_refused([] { link::decode_acks(link::encode(std::vector<link::Ack>{{1, 0}})); }, "ack for lane 1");
+  expect_refused([] { link::decode_acks(Bytes(7)); }, "ack of 7 bytes");
+  expect_refused([] { link::decode_acks(Bytes(66 * 8)); }, "ack of 528 bytes");
+  fuzz(
+      [](std::mt19937_64& random) {
+        return link::encode(std::vector<link::Ack>{{1, 1 + static_cast<std::uint32_t>(random() % 99)}});
+      },
+      [](const Bytes& bytes) { return link::encode(link::decode_acks(bytes)) == bytes; }, false);
 }
 
 // ---- control messages ----
@@ -359,11 +394,13 @@ TEST_CASE("message: fuzz") {
 
 TEST_CASE("record: the bytes are pinned") {
   std::string id;
+  std::string standby;
   for (int i = 0; i < 32; ++i) id += hex(std::array{static_cast<std::byte>(i)});
+  for (int i = 64; i < 96; ++i) standby += hex(std::array{static_cast<std::byte>(i)});
   CHECK(hex(to_bytes(encode(sample_record()))) ==
-        "54495234"
-        "01"
-        "01"
+        "54495235"
+        "02"
+        "02"
         "00000400"
         "0300302c31"
         "02006162" +
@@ -381,7 +418,9 @@ TEST_CASE("record: the bytes are pinned") {
             "0b00000000000000"
             "06002a3d72696e67"
             "04006e6f6e65"
-            "01");
+            "01"
+            "01" +
+            standby + "010071");
 }
 
 TEST_CASE("record: every record comes back as it went") {
@@ -395,6 +434,10 @@ TEST_CASE("record: every record comes back as it went") {
     record.host = random_text(random, 50);
     for (std::byte& byte : record.addr.id) byte = static_cast<std::byte>(random());
     if (random() % 2 == 0) record.addr.relay_url = "https://" + random_text(random, 50);
+    if (random() % 2 == 0) {
+      record.standby.emplace();
+      record.standby->relay_url = "https://" + random_text(random, 50);
+    }
     for (auto left = random() % 65; left > 0; --left) record.addr.direct.push_back(random_address(random));
     if (!same(transport::decode_record(encode(record)), record)) FAIL("seed 3 round " << round);
   }
@@ -455,6 +498,7 @@ TEST_CASE("record: fuzz") {
         Record record = sample_record();
         record.members = random_text(random, 20);
         if (random() % 2 == 0) record.addr.relay_url.reset();
+        if (random() % 2 == 0) record.standby.reset();
         record.addr.direct.resize(random() % 3);
         return to_bytes(encode(record));
       },

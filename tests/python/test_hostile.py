@@ -29,6 +29,8 @@ MOST_GROWTH = 64 << 20  # bytes of resident memory that a hostile peer may cost
 
 # csrc/link/frame.hpp and csrc/collective/messages.hpp
 HELLO, DATA, CONTROL, HEARTBEAT, GOODBYE = range(1, 6)
+ACK = 8
+PULSE = 255  # the lane of heartbeats and acknowledgements
 CALL, ABORT, OFFER, GRANT = range(1, 5)
 MOST_PAYLOAD = 1 << 20
 POINT_TO_POINT = 1 << 63
@@ -39,27 +41,29 @@ def frame(
     payload: bytes = b"",
     *,
     magic: bytes = b"TI",
-    version: int = 1,
+    version: int = 2,
     length: int | None = None,
     group: int = 0,
     sequence: int = 0,
     message: int = 0,
     chunk: int = 0,
     signature: int = 0,
-    reserved: int = 0,
+    number: int = 1,
 ) -> bytes:
     size = len(payload) if length is None else length
-    head = struct.pack("<2sBBIQQIIII", magic, kind, version, size, group, sequence, message, chunk, signature, reserved)
+    head = struct.pack("<2sBBIQQIIII", magic, kind, version, size, group, sequence, message, chunk, signature, number)
     return head + payload
 
 
-def hello(lane: int, lanes: int = 9) -> bytes:
-    return frame(HELLO, bytes([lane, lanes]))
+def hello(lane: int, road: int = 0, session: int = 7) -> bytes:
+    return frame(HELLO, struct.pack("<BBHIQ", lane, road, 0, 0, session))
 
 
-def control(group: int, kind: int, text: bytes = b"", *, sequence: int = 0, tag: int = 0, size: int = 0) -> bytes:
+def control(
+    group: int, kind: int, text: bytes = b"", *, sequence: int = 0, tag: int = 0, size: int = 0, number: int = 1
+) -> bytes:
     body = struct.pack("<BQiQH", kind, sequence, tag, size, len(text)) + text
-    return frame(CONTROL, body, group=group)
+    return frame(CONTROL, body, group=group, number=number)
 
 
 # ---- the store, as torch_iroh/csrc/transport/membership.cpp fills it ----
@@ -86,7 +90,7 @@ def read_entry(raw: bytes) -> Entry:
     def text() -> str:
         return take(struct.unpack("<H", take(2))[0]).decode()
 
-    assert take(4) == b"TIR4"
+    assert take(4) == b"TIR5"
     _, _, chunk_bytes = struct.unpack("<BBI", take(6))
     text(), text()
     endpoint_id = take(32).hex()
@@ -293,22 +297,26 @@ def call_text(text: str, group: int, sequence: int = 0) -> bytes:
 # What the member writes, one item a stream, and what the error must say beside "rank 1".
 STREAMS: dict[str, Callable[[int], list[bytes]]] = {
     "no hello": lambda group: [call_text("all_reduce(sum, float32[1000], direct)", group)],
-    "hello of 0 lanes": lambda group: [hello(0, 0)],
-    "hello of 255 lanes": lambda group: [hello(3, 255)],
-    "hello for a lane beyond the last": lambda group: [hello(9, 9)],
+    "hello for a lane beyond the last": lambda group: [hello(65)],
+    "hello of road 255": lambda group: [hello(3, 255)],
+    "hello of another session": lambda group: [hello(0), hello(1, session=8)],
     "hello of 3 bytes": lambda group: [frame(HELLO, b"\0\x09\0")],
     "hello of 1 MiB": lambda group: [frame(HELLO, bytes(MOST_PAYLOAD))],
-    "hello twice for a lane": lambda group: [hello(0), hello(0)],
     "hello twice on a stream": lambda group: [hello(0) + hello(0)],
     "wrong magic": lambda group: [hello(0) + frame(HEARTBEAT, magic=b"IT")],
     "absurd length": lambda group: [hello(0) + frame(CONTROL, length=0xFFFFFFFF, group=group)],
     "absurd length before hello": lambda group: [frame(HELLO, length=0x7FFFFFFF)],
     "length just over the limit": lambda group: [hello(1) + frame(DATA, length=MOST_PAYLOAD + 1, group=group)],
-    "unknown type": lambda group: [hello(0) + frame(8)],
+    "unknown type": lambda group: [hello(0) + frame(9)],
     "type 0": lambda group: [hello(0) + frame(0)],
-    "wrong version": lambda group: [hello(0) + frame(HEARTBEAT, version=2)],
+    "wrong version": lambda group: [hello(0) + frame(HEARTBEAT, version=1)],
     "version 0": lambda group: [frame(HELLO, b"\0\x09", version=0)],
-    "reserved bytes set": lambda group: [hello(0) + frame(HEARTBEAT, reserved=1)],
+    "heartbeat on a lane": lambda group: [hello(0) + frame(HEARTBEAT)],
+    "data beside the lanes": lambda group: [hello(PULSE) + frame(DATA, bytes(4000), group=group)],
+    "frame that follows a missing one": lambda group: [hello(1) + frame(DATA, bytes(4), group=group, number=2)],
+    "ack of what was never sent": lambda group: [hello(PULSE) + frame(ACK, struct.pack("<II", 1, 1000))],
+    "ack of a lane that is none": lambda group: [hello(PULSE) + frame(ACK, struct.pack("<II", 99, 1))],
+    "ack of 9 bytes": lambda group: [hello(PULSE) + frame(ACK, bytes(9))],
     "control cut short": lambda group: [hello(0) + frame(CONTROL, b"\x01\0\0", group=group)],
     "empty control": lambda group: [hello(0) + frame(CONTROL, group=group)],
     "control with text cut short": lambda group: [
@@ -337,7 +345,8 @@ STREAMS: dict[str, Callable[[int], list[bytes]]] = {
     ],
     "data with a foreign signature": lambda group: [hello(1) + frame(DATA, bytes(4000), group=group, signature=1)],
     "data far ahead": lambda group: [
-        hello(1) + b"".join(frame(DATA, bytes(MOST_PAYLOAD), group=group, sequence=9, chunk=i) for i in range(8))
+        hello(1)
+        + b"".join(frame(DATA, bytes(MOST_PAYLOAD), group=group, sequence=9, chunk=i, number=i + 1) for i in range(8))
     ],
     "abort": lambda group: [hello(0) + control(group, ABORT, b"rank 1 does not like it")],
     "early goodbye": lambda group: [hello(0) + frame(GOODBYE, group=group, message=1)],
@@ -355,22 +364,26 @@ SIGNATURE = fnv("all_reduce(sum, float32[1000], direct)")
 
 REASONS = {
     "no hello": "hello",
-    "hello of 0 lanes": "hello",
-    "hello of 255 lanes": "hello",
+    "hello of road 255": "hello",
+    "hello of another session": "began another",
     "hello for a lane beyond the last": "hello",
     "hello of 3 bytes": "hello",
     "hello of 1 MiB": "hello",
-    "hello twice for a lane": "hello",
     "hello twice on a stream": "hello",
     "wrong magic": "magic",
     "absurd length": "length 4294967295",
     "absurd length before hello": "length 2147483647",
     "length just over the limit": "length 1048577",
-    "unknown type": "unknown type 8",
+    "unknown type": "unknown type 9",
     "type 0": "unknown type 0",
-    "wrong version": "wire version 2",
+    "wrong version": "wire version 1",
     "version 0": "wire version 0",
-    "reserved bytes set": "reserved",
+    "heartbeat on a lane": "does not belong",
+    "data beside the lanes": "does not belong",
+    "frame that follows a missing one": "is missing",
+    "ack of what was never sent": "never sent",
+    "ack of a lane that is none": "ack for lane 99",
+    "ack of 9 bytes": "ack of 9 bytes",
     "control cut short": "shorter",
     "empty control": "shorter",
     "control with text cut short": "shorter",
@@ -423,18 +436,27 @@ def flood(rank: int, store: str, what: str) -> None:
                 break
             if what == "data that nobody waits for":
                 pieces = [
-                    frame(DATA, bytes(MOST_PAYLOAD), group=member.group, sequence=POINT_TO_POINT | (number * 16 + i))
+                    frame(
+                        DATA,
+                        bytes(MOST_PAYLOAD),
+                        group=member.group,
+                        sequence=POINT_TO_POINT | (number * 16 + i),
+                        number=i + 1,
+                    )
                     for i in range(16)
                 ]
                 member.write(hello(1 + number % 8) + b"".join(pieces)) if number < 8 else time.sleep(0.1)
             elif what == "announcements":
                 text = chance.randbytes(3000).hex().encode()[:3900]
-                pieces = [control(member.group, CALL, text, sequence=10 + number * 20_000 + i) for i in range(20_000)]
+                pieces = [
+                    control(member.group, CALL, text, sequence=10 + number * 20_000 + i, number=i + 1)
+                    for i in range(20_000)
+                ]
                 member.write(hello(0) + b"".join(pieces)) if number == 0 else time.sleep(0.1)
             elif what == "offers":
                 text = chance.randbytes(3000).hex().encode()[:3900]
                 pieces = [
-                    control(member.group, OFFER, text, sequence=number * 20_000 + i, tag=7, size=1 << 40)
+                    control(member.group, OFFER, text, sequence=number * 20_000 + i, tag=7, size=1 << 40, number=i + 1)
                     for i in range(20_000)
                 ]
                 member.write(hello(0) + b"".join(pieces)) if number == 0 else time.sleep(0.1)
@@ -487,7 +509,7 @@ def honest_rounds(rank: int, folder: str) -> tuple[list[Attempt], int]:
 def fuzzed(chance: random.Random, group: int) -> bytes:
     """Frames that are nearly right."""
     stream = bytearray(hello(chance.randrange(9)))
-    for _ in range(chance.randrange(1, 20)):
+    for number in range(1, chance.randrange(2, 21)):
         payload = chance.randbytes(chance.choice([0, 1, 23, 24, 100, 4000]))
         if chance.random() < 0.5:
             payload = (
@@ -502,13 +524,14 @@ def fuzzed(chance: random.Random, group: int) -> bytes:
                 + payload
             )
         stream += frame(
-            chance.choice([1, 2, 2, 3, 3, 3, 4]),
+            chance.choice([1, 2, 2, 2, 3, 3, 3, 3, 3, 4, 8]),
             payload,
             group=group if chance.random() < 0.9 else chance.getrandbits(64),
             sequence=chance.choice([0, 0, 1, 2, 2**63, 2**63 | 1, 2**64 - 1]),
             message=chance.choice([0, 0, 1, 2**32 - 1]),
             chunk=chance.choice([0, 0, 1, 2**32 - 1]),
             signature=chance.choice([SIGNATURE, SIGNATURE, 0]),
+            number=number,
         )
     for _ in range(chance.choice([0, 0, 0, 1, 3])):
         stream[chance.randrange(len(stream))] = chance.getrandbits(8)
@@ -583,12 +606,12 @@ def record_of(
     addresses: list[bytes] | None = None,
     endpoint_id: bytes | None = None,
     members: bytes = b"",
-    wire: tuple[int, int] = (1, 1),
+    wire: tuple[int, int] = (2, 2),
     plan: bytes = b"",
     probe: int = 0,
 ) -> bytes:
     own = [one.encode() for one in endpoint.addresses()] if addresses is None else addresses
-    parts = [b"TIR4", struct.pack("<BBI", *wire, chunk_bytes)]
+    parts = [b"TIR5", struct.pack("<BBI", *wire, chunk_bytes)]
     for text in (members, b"host"):
         parts += [struct.pack("<H", len(text)), text]
     parts += [
@@ -602,7 +625,7 @@ def record_of(
     shares_no_memory = struct.pack("<iiQiQ", 0, -1, 0, -1, 0)
     own_plan = struct.pack("<H", len(plan)) + plan
     no_codec = struct.pack("<H", 4) + b"none"
-    return b"".join([*parts, no_site_no_host, shares_no_memory, own_plan, no_codec, bytes([probe])])
+    return b"".join([*parts, no_site_no_host, shares_no_memory, own_plan, no_codec, bytes([probe, 0])])
 
 
 RECORDS: dict[str, tuple[Callable[[Any, Entry], bytes], str]] = {
