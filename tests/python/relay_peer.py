@@ -1,6 +1,6 @@
 """A process with one iroh endpoint, for the tests of the relay: a JSON line in is an operation, one out its result.
 
-Arguments: the address to bind, and the relays as JSON: [[url, token or null], ...].
+Arguments: the address to bind, the relays as JSON, [[url, token or null], ...], and a protocol.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ PIECE = 1 << 18
 
 
 class Peer:
-    def __init__(self, bind: str, relays: list[tuple[str, str | None]]) -> None:
+    def __init__(self, bind: str, relays: list[tuple[str, str | None]], alpn: str) -> None:
         open_library()
-        self.endpoint = core_module().RawEndpoint(bind, "relay-test/1", [tuple(relay) for relay in relays])
+        self.endpoint = core_module().RawEndpoint(bind, alpn, [tuple(relay) for relay in relays])
         self.connection: Any = None
 
     def id(self) -> str:
@@ -35,6 +35,10 @@ class Peer:
 
     def connect(self, peer: str, url: str, timeout: float = DEADLINE) -> None:
         self.connection = self.endpoint.connect(peer, [], timeout, url)
+
+    def observe(self, observer: str) -> None:
+        identity, _, address = observer.partition("@")
+        self.connection = self.endpoint.connect(identity, [address], DEADLINE)
 
     def accept(self, timeout: float = DEADLINE) -> str:
         self.connection = self.endpoint.accept(timeout)
@@ -75,7 +79,7 @@ class Peer:
 
 
 def main() -> None:
-    peer = Peer(sys.argv[1], json.loads(sys.argv[2]))
+    peer = Peer(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])
     for line in sys.stdin:
         operation, *arguments = json.loads(line)
         try:

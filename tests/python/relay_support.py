@@ -297,8 +297,15 @@ def frame(payload: bytes, first: int = 0x82) -> bytes:
 class Peer:
     """A process with one real iroh endpoint, which does as it is told (relay_peer.py)."""
 
-    def __init__(self, relays: list[tuple[str, str | None]], *, namespace: str = "", bind: str = "127.0.0.1:0") -> None:
-        command = [sys.executable, str(PEER), bind, json.dumps(relays)]
+    def __init__(
+        self,
+        relays: list[tuple[str, str | None]],
+        *,
+        namespace: str = "",
+        bind: str = "127.0.0.1:0",
+        alpn: str = "relay-test/1",
+    ) -> None:
+        command = [sys.executable, str(PEER), bind, json.dumps(relays), alpn]
         if namespace:
             command = ["ip", "netns", "exec", namespace, *command]
         self.process = subprocess.Popen(
