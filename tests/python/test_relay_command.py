@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import signal
@@ -106,6 +107,15 @@ def test_public_names_replace_what_it_sees_itself() -> None:
 def test_without_a_token_it_says_that_everybody_is_let_in() -> None:
     with Relay() as relay:
         eventually(lambda: "open to everybody" in relay.log)
+
+
+def test_an_address_that_is_not_public_is_said_where_it_listens_everywhere() -> None:
+    with Relay(bind="0.0.0.0:0") as relay:
+        # Of the interface with the default route, or loopback where there is none.
+        address = relay.told["relay"].removeprefix("http://").partition(":")[0]
+        assert ipaddress.ip_address(address).is_global or f"{address} is no public address" in relay.log
+    with Relay() as relay:
+        assert "no public address" not in relay.log
 
 
 @pytest.mark.parametrize(

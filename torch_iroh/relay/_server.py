@@ -22,6 +22,7 @@ _MOST_PENDING = 1024  # connections that have not become clients yet
 _PORT_TRIES = 10
 _CLOSE_PATIENCE = 2.0
 _ADAPT_INTERVAL = 0.5
+_MOST_REPORTS = 20  # for each second or less
 # How long clients may take to come back: spread, so that thousands do not come at once.
 _RECONNECT_SPREAD_MS = 2000
 _RECONNECT_TRY_MS = 5000
@@ -47,6 +48,7 @@ class RelayServer:
         self._servers: list[asyncio.Server] = []
         self._tls: ssl.SSLContext | None = None
         self._observer: Any = None
+        self._reports = 0
         self._clock: asyncio.Task[None] | None = None
         self.listening: tuple[str, ...] = ()  # "ip:port" of each listener
         self.metrics_listening: str | None = None
@@ -193,6 +195,12 @@ class RelayServer:
             del self._sessions[session.client]
             self.flush_ready()
 
+    def report(self, text: str) -> None:
+        """Log a connection that was ended, unless so many were that the log would be what they fill."""
+        self._reports += 1
+        if self._reports <= _MOST_REPORTS:
+            log.info("%s", text)
+
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
         adapted = loop.time()
@@ -202,6 +210,9 @@ class RelayServer:
             if now - adapted >= _ADAPT_INTERVAL:
                 self.hub.adapt(now - adapted)
                 adapted = now
+            if self._reports > _MOST_REPORTS:
+                log.info("%d more connections were ended: see refused_total of /metrics", self._reports - _MOST_REPORTS)
+            self._reports = 0
             for session in list(self._sessions.values()):
                 session.tick(now)
             self.flush_ready()

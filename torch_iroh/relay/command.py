@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from torch_iroh import _units
 from torch_iroh.relay import _auth, _key_file
-from torch_iroh.relay._options import DEFAULT_BIND, DEFAULT_PORT, RelayOptions
+from torch_iroh.relay._options import DEFAULT_BIND, DEFAULT_PORT, RelayOptions, split_address
 from torch_iroh.relay._server import RelayServer
 from torch_iroh.relay._session import log
 
@@ -154,7 +155,7 @@ async def _run(given: argparse.Namespace, options: RelayOptions) -> None:
     log.info("listening on %s (%s)", ", ".join(server.listening), type(loop).__module__)
     if server.access.open_to_all:
         log.warning("no token is set: this relay is open to everybody who finds it. Try: --token-file FILE")
-    if server.observer is not None and options.public_ip is None:
+    if options.public_ip is None:
         _warn_of_private(server)
     _announce(server, given)
     await stop.wait()
@@ -163,11 +164,9 @@ async def _run(given: argparse.Namespace, options: RelayOptions) -> None:
 
 
 def _warn_of_private(server: RelayServer) -> None:
-    import ipaddress
-
-    address = ipaddress.ip_address(server.public_ip)
-    if not address.is_global and not address.is_loopback:
-        log.warning("%s is no public address: others may need --public-ip (and --public-url)", address)
+    everywhere = ipaddress.ip_address(split_address(server.listening[0])[0]).is_unspecified
+    if everywhere and not ipaddress.ip_address(server.public_ip).is_global:
+        log.warning("%s is no public address: others may need --public-ip (or --public-url)", server.public_ip)
 
 
 def _reload(server: RelayServer, given: argparse.Namespace) -> None:
