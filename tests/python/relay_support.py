@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -352,6 +353,7 @@ class Peer:
                     pipe.close()
 
 
+_stars = itertools.count()
 HUB = "10.79.255.1"  # the address of the middle host, the same for all
 
 
@@ -361,8 +363,9 @@ def star(hosts: int, bits_per_second: tuple[int, ...] = ()) -> Iterator[tuple[st
 
     `bits_per_second`: the rate of each host's link, in both directions; 0 is that of memory, and so is none.
     """
-    middle = f"ti{os.getpid()}m"
-    names = [f"ti{os.getpid()}s{host}" for host in range(hosts)]
+    prefix = f"ti{os.getpid()}n{next(_stars)}"
+    middle = f"{prefix}m"
+    names = [f"{prefix}s{host}" for host in range(hosts)]
     try:
         shaped._ip("netns", "add", middle)
         shaped._ip("-n", middle, "link", "set", "lo", "up")

@@ -108,6 +108,24 @@ def test_a_token_is_wanted_where_there_is_one(hosts: tuple[str, list[str]], tmp_
             assert token not in relay.log
 
 
+def test_endpoints_that_the_relay_slows_down_lose_nothing(hosts: tuple[str, list[str]]) -> None:
+    middle, (left, right) = hosts
+    with Relay("--client-rate", "16Mbit", namespace=middle, bind=BIND) as relay:
+        url = url_of(relay)
+        with Peer([(url, None)], namespace=left, bind=BIND) as a, Peer([(url, None)], namespace=right, bind=BIND) as b:
+            a("online")
+            b("online")
+            connect(a, b, url)
+            count = 4 << 20
+            b.start("transfer", 0, count)
+            took, _ = a("transfer_watched", count, 0, 1, 60.0)
+            b.result()
+            # What is under way when the last byte is handed over: QUIC's windows, and the first burst.
+            assert took > (count - (3 << 20)) / 2e6
+            say(b, a)
+            assert relay.log.count("let in") == 2  # both kept their connection
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_connection_outlives_a_restart_of_the_relay(hosts: tuple[str, list[str]], number: int) -> None:
     middle, (left, right) = hosts
