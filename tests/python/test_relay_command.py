@@ -234,12 +234,26 @@ def test_sighup_reads_tokens_again_and_a_wrong_file_changes_nothing(tmp_path: Pa
 
 
 def test_the_token_of_the_environment_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_IROH_RELAY_TOKEN", "from the environment")
+    monkeypatch.setenv("TORCH_IROH_RELAY_TOKEN", "from-the-environment")
     with Relay() as relay:
         assert relay.told["token"] is True
-        Client(relay.address).join("from the environment").close()
+        Client(relay.address).join("from-the-environment").close()
         with Client(relay.address) as refused:
             assert " 401 " in refused.upgrade()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("TORCH_IROH_RELAY_TOKEN", "sesame\n", "TORCH_IROH_RELAY_TOKEN: a token with spaces"),
+        ("TORCH_IROH_LOG", "loud", "TORCH_IROH_LOG is 'loud'; allowed: error, warn, info, debug"),
+    ],
+)
+def test_a_wrong_environment_is_said(name: str, value: str, text: str) -> None:
+    done = run("--bind", "127.0.0.1:0", "--no-observer", **{name: value})
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "sesame" not in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_observers_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:

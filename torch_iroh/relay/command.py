@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="what waits for one slow client before its oldest packets are dropped (1Mi)",
     )
-    add("--log-level", choices=_LEVELS, default=os.environ.get("TORCH_IROH_LOG") or "info", help="(%(default)s)")
+    add("--log-level", choices=_LEVELS, help="(TORCH_IROH_LOG, else info)")
     add("--json", action="store_true", help="what to give to others, as one line of JSON")
     return parser
 
@@ -88,7 +88,14 @@ def _parser() -> argparse.ArgumentParser:
 def _tokens(files: Sequence[Path]) -> frozenset[str]:
     tokens = frozenset[str]().union(*(_auth.read_tokens(file) for file in files))
     own = os.environ.get("TORCH_IROH_RELAY_TOKEN")
-    return tokens | {own} if own else tokens
+    return tokens | {_auth.checked_token(own, "TORCH_IROH_RELAY_TOKEN")} if own else tokens
+
+
+def _level(given: argparse.Namespace) -> int:
+    name = given.log_level or os.environ.get("TORCH_IROH_LOG") or "info"
+    if name not in _LEVELS:
+        raise ValueError(f"TORCH_IROH_LOG is {name!r}; allowed: {', '.join(_LEVELS)}")
+    return _LEVELS[name]
 
 
 def _options(given: argparse.Namespace) -> RelayOptions:
@@ -191,9 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `arguments` default to those of the process."""
     given = _parser().parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, format="torch-iroh relay: %(levelname)s: %(message)s")
-    log.setLevel(_LEVELS[given.log_level])
     loop = _new_loop()
     try:
+        log.setLevel(_level(given))
         asyncio.set_event_loop(loop)
         loop.run_until_complete(_run(given, _options(given)))
     except ValueError as error:
