@@ -78,6 +78,12 @@ void bind_relay(py::module_& module) {
           },
           py::arg("client"), py::arg("type"), py::arg("body"))
       .def("send_close", &relay::Hub::send_close, py::arg("client"), py::arg("code"))
+      .def(
+          "adapt",
+          [](relay::Hub& hub, double seconds) {
+            hub.adapt(std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds)));
+          },
+          py::arg("seconds"))
       .def("take_ready", &relay::Hub::take_ready)
       .def("take", &take, py::arg("client"), py::arg("limit"))
       .def("counters", &counters);

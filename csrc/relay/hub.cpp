@@ -31,7 +31,7 @@ std::size_t Hub::HashKey::operator()(const Key& key) const {
 
 ClientId Hub::open() {
   const ClientId id = next_++;
-  clients_.emplace(id, std::make_unique<Client>(id));
+  clients_.emplace(id, std::make_unique<Client>(id, queue_bytes_));
   return id;
 }
 
@@ -193,7 +193,7 @@ void Hub::forward(Client& from, std::byte type, const Frame& frame) {
   std::byte header[kMostServerHeader];
   const std::size_t header_bytes = put_header(Opcode::binary, frame.masked.size(), header);
   Egress::Dropped dropped;
-  std::byte* out = client.egress.push_datagram(header_bytes + frame.masked.size(), queue_bytes_, dropped);
+  std::byte* out = client.egress.push_datagram(header_bytes + frame.masked.size(), client.cap, dropped);
   std::memcpy(out, header, header_bytes);
   out += header_bytes;
   *out++ = static_cast<std::byte>(std::to_integer<unsigned>(type) + 2);
@@ -263,12 +263,31 @@ std::vector<ClientId> Hub::take_ready() {
   return ready;
 }
 
+void Hub::adapt(Duration passed) {
+  using Seconds = std::chrono::duration<double>;
+  const double share = Seconds(kMostDelay) / std::max(Seconds(passed), Seconds(0.001));
+  const std::size_t least = std::min(kLeastQueue, queue_bytes_);
+  for (const auto& [id, client] : clients_) {
+    const bool behind = !client->egress.empty();
+    if (behind && client->was_behind) {
+      const auto read = static_cast<std::size_t>(static_cast<double>(client->taken) * share);
+      client->cap = std::clamp(read, least, queue_bytes_);
+    } else if (!behind) {
+      client->cap = std::min(2 * client->cap, queue_bytes_);
+    }
+    client->was_behind = behind;
+    client->taken = 0;
+  }
+}
+
 std::size_t Hub::next_size(ClientId id, std::size_t limit) {
   return client_of(id).egress.next_size(limit);
 }
 
 void Hub::take_into(ClientId id, std::byte* to, std::size_t size) {
-  client_of(id).egress.take_into(to, size);
+  Client& client = client_of(id);
+  client.egress.take_into(to, size);
+  client.taken += size;
   counters_.sent_bytes += size;
 }
 

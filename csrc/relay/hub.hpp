@@ -15,6 +15,7 @@
 #include <unordered_set>
 #include <vector>
 
+#include "base/time.hpp"
 #include "relay/egress.hpp"
 #include "relay/websocket.hpp"
 
@@ -42,6 +43,8 @@ enum class Type : std::uint8_t {
 enum class Status : std::uint8_t { healthy = 0, same_key_elsewhere = 1, rate_limited = 2 };
 
 inline constexpr std::size_t kMostBody = 64 * 1024;  // of a message; iroh's clients refuse more
+inline constexpr std::size_t kLeastQueue = 2 * kMostBody;
+inline constexpr Duration kMostDelay = milliseconds(200);
 
 struct Counters {
   std::uint64_t received_bytes = 0;
@@ -64,8 +67,8 @@ struct Fed {
 
 class Hub {
  public:
-  // `queue_bytes`: of datagrams that wait for one client. `seed`: a random number, so that nobody can choose keys that
-  // share a place in the table.
+  // `queue_bytes`: of datagrams that wait for one client, at most. `seed`: a random number, so that nobody can choose
+  // keys that share a place in the table.
   Hub(std::size_t queue_bytes, std::uint64_t seed) : queue_bytes_(queue_bytes), endpoints_(16, HashKey{seed}) {}
 
   ClientId open();
@@ -81,6 +84,9 @@ class Hub {
 
   // Clients whose queue is no longer empty since the last call.
   std::vector<ClientId> take_ready();
+  // Called about once a second: `passed` is the time since the last call. A queue is as long as its client has lately
+  // read in kMostDelay, else a fixed one of bytes would be seconds of delay to a slow client.
+  void adapt(Duration passed);
   // As Egress has them.
   std::size_t next_size(ClientId client, std::size_t limit);
   void take_into(ClientId client, std::byte* to, std::size_t size);
@@ -98,7 +104,7 @@ class Hub {
     std::unordered_set<Endpoint*> peers;
   };
   struct Client {
-    explicit Client(ClientId number) : id(number), reader(kMostBody + 1) {}
+    Client(ClientId number, std::size_t queue_bytes) : id(number), reader(kMostBody + 1), cap(queue_bytes) {}
     ClientId id;
     FrameReader reader;
     Bytes parts;  // of a message that comes in several frames
@@ -107,6 +113,9 @@ class Hub {
     bool ready = false;
     Endpoint* endpoint = nullptr;
     Egress egress;
+    std::size_t cap;        // of its datagrams
+    std::size_t taken = 0;  // bytes since the last adapt()
+    bool was_behind = false;
     // Most clients send to the same receiver again and again.
     Endpoint* last_to = nullptr;
     std::uint64_t last_epoch = 0;

@@ -312,6 +312,42 @@ TEST_CASE("relay: a slow receiver loses its oldest datagrams, never an answer, a
   CHECK(world.hub.queued_bytes() <= 64 * 1024);
 }
 
+TEST_CASE("relay: the queue of a client that lags behind is what it reads in a fifth of a second") {
+  Hub hub(1 << 20, 1);
+  const ClientId sender = hub.open();
+  const ClientId slow = hub.open();
+  hub.confirm(sender, key_of(1));
+  hub.confirm(slow, key_of(2));
+  const Bytes frame = framed(message(4, joined({key_of(2), Bytes(10001)})));
+  const auto fill = [&] {
+    for (int i = 0; i < 150; ++i) hub.feed(sender, frame);
+    return hub.queued_bytes();
+  };
+  const auto read = [&](std::size_t bytes) {
+    for (std::size_t got = 0; got < bytes;) {
+      Bytes piece(hub.next_size(slow, 20000));
+      hub.take_into(slow, piece.data(), piece.size());
+      got += piece.size();
+    }
+  };
+  constexpr std::size_t about = 11000;  // one frame, or what the sender's answer takes
+  CHECK(fill() > (1 << 20) - about);
+  hub.adapt(milliseconds(1000));
+  read(1000000);
+  CHECK(fill() > (1 << 20) - about);  // the rate of a whole interval is not known yet
+  hub.adapt(milliseconds(1000));
+  CHECK(fill() <= 200000 + about);
+  CHECK(hub.queued_bytes() > 200000 - about);
+  hub.adapt(milliseconds(1000));  // read nothing: the least
+  CHECK(fill() <= relay::kLeastQueue + about);
+  // Who has caught up gets its room back, step by step.
+  for (int i = 0; i < 4; ++i) {
+    while (hub.next_size(slow, 1) > 0) read(1);
+    hub.adapt(milliseconds(1000));
+  }
+  CHECK(fill() > (1 << 20) - about);
+}
+
 TEST_CASE("relay: ready clients are named once, and not after they left") {
   World world;
   const ClientId a = world.add(1);

@@ -1,12 +1,14 @@
 """A process with one iroh endpoint, for the tests of the relay: a JSON line in is an operation, one out its result.
 
-Arguments: the address to bind, and the relays as JSON: [[url, token or null], ...].
+Arguments: the address to bind, the relays as JSON, [[url, token or null], ...], and a protocol.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from typing import Any
 
 from torch_iroh._native import core_module, open_library
@@ -16,9 +18,9 @@ PIECE = 1 << 18
 
 
 class Peer:
-    def __init__(self, bind: str, relays: list[tuple[str, str | None]]) -> None:
+    def __init__(self, bind: str, relays: list[tuple[str, str | None]], alpn: str) -> None:
         open_library()
-        self.endpoint = core_module().RawEndpoint(bind, "relay-test/1", [tuple(relay) for relay in relays])
+        self.endpoint = core_module().RawEndpoint(bind, alpn, [tuple(relay) for relay in relays])
         self.connection: Any = None
 
     def id(self) -> str:
@@ -34,12 +36,36 @@ class Peer:
     def connect(self, peer: str, url: str, timeout: float = DEADLINE) -> None:
         self.connection = self.endpoint.connect(peer, [], timeout, url)
 
+    def observe(self, observer: str) -> None:
+        identity, _, address = observer.partition("@")
+        self.connection = self.endpoint.connect(identity, [address], DEADLINE)
+
     def accept(self, timeout: float = DEADLINE) -> str:
         self.connection = self.endpoint.accept(timeout)
         return str(self.connection.remote_id())
 
     def transfer(self, send: int, receive: int, streams: int = 1, timeout: float = 60.0) -> None:
         self.connection.transfer(send, receive, PIECE, streams, timeout)
+
+    def transfer_watched(self, send: int, receive: int, streams: int, timeout: float) -> tuple[float, list[int]]:
+        """Seconds, and the round-trip times (ms) that the connection's path had meanwhile, each 50 ms."""
+        seen: list[int] = []
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.wait(0.05):
+                seen.extend(path[3] for path in self.connection.paths() if path[2])
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        begin = time.monotonic()
+        try:
+            self.transfer(send, receive, streams, timeout)
+        finally:
+            took = time.monotonic() - begin
+            done.set()
+            watcher.join()
+        return took, seen
 
     def write(self, text: str) -> None:
         self.connection.write(text.encode())
@@ -53,7 +79,7 @@ class Peer:
 
 
 def main() -> None:
-    peer = Peer(sys.argv[1], json.loads(sys.argv[2]))
+    peer = Peer(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3])
     for line in sys.stdin:
         operation, *arguments = json.loads(line)
         try:

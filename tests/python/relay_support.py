@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import queue
@@ -297,8 +298,15 @@ def frame(payload: bytes, first: int = 0x82) -> bytes:
 class Peer:
     """A process with one real iroh endpoint, which does as it is told (relay_peer.py)."""
 
-    def __init__(self, relays: list[tuple[str, str | None]], *, namespace: str = "", bind: str = "127.0.0.1:0") -> None:
-        command = [sys.executable, str(PEER), bind, json.dumps(relays)]
+    def __init__(
+        self,
+        relays: list[tuple[str, str | None]],
+        *,
+        namespace: str = "",
+        bind: str = "127.0.0.1:0",
+        alpn: str = "relay-test/1",
+    ) -> None:
+        command = [sys.executable, str(PEER), bind, json.dumps(relays), alpn]
         if namespace:
             command = ["ip", "netns", "exec", namespace, *command]
         self.process = subprocess.Popen(
@@ -345,17 +353,19 @@ class Peer:
                     pipe.close()
 
 
+_stars = itertools.count()
 HUB = "10.79.255.1"  # the address of the middle host, the same for all
 
 
 @contextlib.contextmanager
-def star(hosts: int, bits_per_second: int = 0) -> Iterator[tuple[str, list[str]]]:
+def star(hosts: int, bits_per_second: tuple[int, ...] = ()) -> Iterator[tuple[str, list[str]]]:
     """A namespace in the middle, which has the address HUB, and `hosts` namespaces that reach it and nothing else.
 
-    `bits_per_second`: the rate of each host's link in both directions; 0 is that of memory.
+    `bits_per_second`: the rate of each host's link, in both directions; 0 is that of memory, and so is none.
     """
-    middle = f"ti{os.getpid()}m"
-    names = [f"ti{os.getpid()}s{host}" for host in range(hosts)]
+    prefix = f"ti{os.getpid()}n{next(_stars)}"
+    middle = f"{prefix}m"
+    names = [f"{prefix}s{host}" for host in range(hosts)]
     try:
         shaped._ip("netns", "add", middle)
         shaped._ip("-n", middle, "link", "set", "lo", "up")
@@ -368,8 +378,8 @@ def star(hosts: int, bits_per_second: int = 0) -> Iterator[tuple[str, list[str]]
             for namespace, device, last in ((middle, there, 1), (name, here, 2)):
                 shaped._ip("-n", namespace, "addr", "add", f"10.79.{host}.{last}/24", "dev", device)
                 shaped._ip("-n", namespace, "link", "set", device, "up")
-                if bits_per_second:
-                    limit = ["rate", str(bits_per_second), "burst", "32k", "latency", "50ms"]
+                if any(bits_per_second[host : host + 1]):
+                    limit = ["rate", str(bits_per_second[host]), "burst", "32k", "latency", "50ms"]
                     command = ["tc", "-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *limit]
                     subprocess.run(command, check=True, capture_output=True)
             shaped._ip("-n", name, "route", "add", f"{HUB}/32", "via", f"10.79.{host}.1")

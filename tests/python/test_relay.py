@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import shaped
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
 from relay_support import HUB, Peer, Relay, eventually, star
+
+import torch_iroh
 
 pytestmark = pytest.mark.skipif(bool(shaped.obstacle()), reason=shaped.obstacle())
 
@@ -75,7 +83,7 @@ def test_each_may_have_another_relay(hosts: tuple[str, list[str]]) -> None:
             say(c, a)
 
 
-def test_a_token_is_wanted_where_there_is_one(hosts: tuple[str, list[str]], tmp_path) -> None:
+def test_a_token_is_wanted_where_there_is_one(hosts: tuple[str, list[str]], tmp_path: Path) -> None:
     middle, (left, right) = hosts
     tokens = tmp_path / "tokens"
     tokens.write_text("first-token\nsecond-token\n")
@@ -100,6 +108,24 @@ def test_a_token_is_wanted_where_there_is_one(hosts: tuple[str, list[str]], tmp_
             assert token not in relay.log
 
 
+def test_endpoints_that_the_relay_slows_down_lose_nothing(hosts: tuple[str, list[str]]) -> None:
+    middle, (left, right) = hosts
+    with Relay("--client-rate", "16Mbit", namespace=middle, bind=BIND) as relay:
+        url = url_of(relay)
+        with Peer([(url, None)], namespace=left, bind=BIND) as a, Peer([(url, None)], namespace=right, bind=BIND) as b:
+            a("online")
+            b("online")
+            connect(a, b, url)
+            count = 4 << 20
+            b.start("transfer", 0, count)
+            took, _ = a("transfer_watched", count, 0, 1, 60.0)
+            b.result()
+            # What is under way when the last byte is handed over: QUIC's windows, and the first burst.
+            assert took > (count - (3 << 20)) / 2e6
+            say(b, a)
+            assert relay.log.count("let in") == 2  # both kept their connection
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_connection_outlives_a_restart_of_the_relay(hosts: tuple[str, list[str]], number: int) -> None:
     middle, (left, right) = hosts
@@ -118,6 +144,29 @@ def test_a_connection_outlives_a_restart_of_the_relay(hosts: tuple[str, list[str
                 assert again.log.count("let in") == 2
 
 
+def train(rank: int, names: list[str], store: str, url: str) -> list[str]:
+    shaped.enter(names[rank])
+    os.environ.update(TORCH_IROH_BIND=BIND, TORCH_IROH_RELAY=url, TORCH_IROH_PROBE="off")
+    dist.init_process_group(
+        "iroh", store=dist.FileStore(store, 2), rank=rank, world_size=2, timeout=timedelta(seconds=60)
+    )
+    for size in (1, 1000, 1 << 20):
+        tensor = torch.full((size,), float(rank + 1))
+        dist.all_reduce(tensor)
+        assert torch.all(tensor == 3)
+    paths = [peer.path for peer in torch_iroh.stats().peers]
+    dist.destroy_process_group()
+    return paths
+
+
+def test_ranks_that_reach_only_the_relay_reduce_through_it(hosts: tuple[str, list[str]], tmp_path: Path) -> None:
+    middle, names = hosts
+    with Relay(namespace=middle, bind=BIND) as relay:
+        url = url_of(relay)
+        outcomes = run_ranks(train, 2, names, str(tmp_path / "store"), url, deadline=60)
+        assert [outcome.error or outcome.value for outcome in outcomes] == [[f"relay {url}/"]] * 2
+
+
 def test_an_endpoint_that_is_killed_and_comes_back_is_reached_again(hosts: tuple[str, list[str]]) -> None:
     middle, (left, right) = hosts
     with Relay(namespace=middle, bind=BIND) as relay:
@@ -130,3 +179,15 @@ def test_an_endpoint_that_is_killed_and_comes_back_is_reached_again(hosts: tuple
                     connect(a, b, url)
                     say(a, b)
         eventually(lambda: relay.log.count("let in") == 3)
+
+
+def test_the_observer_says_so_when_the_address_of_a_peer_changes() -> None:
+    with star(1) as (middle, (name,)), Relay(namespace=middle, bind=BIND, observer=True) as relay:
+        observer = f"{relay.told['observer'].partition('@')[0]}@{HUB}:{relay.address[1]}"
+        with Peer([], namespace=name, bind=BIND, alpn="torch-iroh/observe/1") as peer:
+            peer("observe", observer)
+            assert peer("read", 64).startswith("10.79.0.2:")
+            for change in (["del", "10.79.0.2/24"], ["add", "10.79.0.77/24"]):
+                shaped._ip("-n", name, "addr", change[0], change[1], "dev", "up0")
+            shaped._ip("-n", name, "route", "add", f"{HUB}/32", "via", "10.79.0.1")
+            assert peer("read", 64).startswith("10.79.0.77:")

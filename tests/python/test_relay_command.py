@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import signal
@@ -106,6 +107,15 @@ def test_public_names_replace_what_it_sees_itself() -> None:
 def test_without_a_token_it_says_that_everybody_is_let_in() -> None:
     with Relay() as relay:
         eventually(lambda: "open to everybody" in relay.log)
+
+
+def test_an_address_that_is_not_public_is_said_where_it_listens_everywhere() -> None:
+    with Relay(bind="0.0.0.0:0") as relay:
+        # Of the interface with the default route, or loopback where there is none.
+        address = relay.told["relay"].removeprefix("http://").partition(":")[0]
+        assert ipaddress.ip_address(address).is_global or f"{address} is no public address" in relay.log
+    with Relay() as relay:
+        assert "no public address" not in relay.log
 
 
 @pytest.mark.parametrize(
@@ -224,12 +234,26 @@ def test_sighup_reads_tokens_again_and_a_wrong_file_changes_nothing(tmp_path: Pa
 
 
 def test_the_token_of_the_environment_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_IROH_RELAY_TOKEN", "from the environment")
+    monkeypatch.setenv("TORCH_IROH_RELAY_TOKEN", "from-the-environment")
     with Relay() as relay:
         assert relay.told["token"] is True
-        Client(relay.address).join("from the environment").close()
+        Client(relay.address).join("from-the-environment").close()
         with Client(relay.address) as refused:
             assert " 401 " in refused.upgrade()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("TORCH_IROH_RELAY_TOKEN", "sesame\n", "TORCH_IROH_RELAY_TOKEN: a token with spaces"),
+        ("TORCH_IROH_LOG", "loud", "TORCH_IROH_LOG is 'loud'; allowed: error, warn, info, debug"),
+    ],
+)
+def test_a_wrong_environment_is_said(name: str, value: str, text: str) -> None:
+    done = run("--bind", "127.0.0.1:0", "--no-observer", **{name: value})
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "sesame" not in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_observers_key_is_made_once_for_its_owner_only(tmp_path: Path) -> None:

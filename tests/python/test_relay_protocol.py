@@ -426,6 +426,16 @@ def test_garbage_on_the_wire_ends_its_connection_and_no_other(relay: Relay) -> N
         assert bystander.receive(PING) == (PONG, b"12345678")
 
 
+def test_a_flood_of_refusals_does_not_fill_the_log() -> None:
+    with Relay() as relay:
+        for _ in range(300):
+            with Client(relay.address) as client:
+                assert " 400 " in client.upgrade(Sec_WebSocket_Key=None)
+        eventually(lambda: "more connections were ended" in relay.log)
+        assert relay.log.count("a Sec-WebSocket-Key that is none") < 300
+        assert relay.metrics()['torch_iroh_relay_refused_total{reason="request"}'] == 300
+
+
 def test_a_bucket_allows_its_rate_on_average_and_a_burst_at_once() -> None:
     bucket = TokenBucket(1e6, 0.0)
     assert bucket.take(256 * 1024, 0.0) == 0

@@ -48,10 +48,14 @@ def read_tokens(path: Path) -> frozenset[str]:
     tokens = frozenset(line for line in lines if line and not line.startswith("#"))
     if not tokens:
         raise ValueError(f"{path}: no token in it; one a line, for example from: openssl rand -hex 16")
-    for token in tokens:
-        if not token.isascii() or not token.isprintable() or " " in token:
-            raise ValueError(f"{path}: a token with spaces or characters that are not ASCII")
-    return tokens
+    return frozenset(checked_token(token, str(path)) for token in tokens)
+
+
+def checked_token(token: str, source: str) -> str:
+    """Return `token` if an HTTP header can carry it, else raise ValueError, which names `source` and not the token."""
+    if not token.isascii() or not token.isprintable() or " " in token:
+        raise ValueError(f"{source}: a token with spaces, line ends or characters that are not ASCII")
+    return token
 
 
 def new_challenge() -> bytes:

@@ -21,6 +21,8 @@ _BACKLOG = 1024
 _MOST_PENDING = 1024  # connections that have not become clients yet
 _PORT_TRIES = 10
 _CLOSE_PATIENCE = 2.0
+_ADAPT_INTERVAL = 0.5
+_MOST_REPORTS = 20  # for each second or less
 # How long clients may take to come back: spread, so that thousands do not come at once.
 _RECONNECT_SPREAD_MS = 2000
 _RECONNECT_TRY_MS = 5000
@@ -46,6 +48,7 @@ class RelayServer:
         self._servers: list[asyncio.Server] = []
         self._tls: ssl.SSLContext | None = None
         self._observer: Any = None
+        self._reports = 0
         self._clock: asyncio.Task[None] | None = None
         self.listening: tuple[str, ...] = ()  # "ip:port" of each listener
         self.metrics_listening: str | None = None
@@ -192,11 +195,24 @@ class RelayServer:
             del self._sessions[session.client]
             self.flush_ready()
 
+    def report(self, text: str) -> None:
+        """Log a connection that was ended, unless so many were that the log would be what they fill."""
+        self._reports += 1
+        if self._reports <= _MOST_REPORTS:
+            log.info("%s", text)
+
     async def _tick(self) -> None:
         loop = asyncio.get_running_loop()
+        adapted = loop.time()
         while True:
             await asyncio.sleep(min(1.0, self.options.keepalive / 4))
             now = loop.time()
+            if now - adapted >= _ADAPT_INTERVAL:
+                self.hub.adapt(now - adapted)
+                adapted = now
+            if self._reports > _MOST_REPORTS:
+                log.info("%d more connections were ended: see refused_total of /metrics", self._reports - _MOST_REPORTS)
+            self._reports = 0
             for session in list(self._sessions.values()):
                 session.tick(now)
             self.flush_ready()
@@ -206,6 +222,13 @@ class RelayServer:
     async def close(self) -> None:
         """Tell clients that they may come back soon, and end."""
         self.closing = True
+        counted = self.hub.counters()
+        log.info(
+            "%d clients; in all %d MB passed on, messages dropped for slow receivers: %d",
+            counted["clients"],
+            counted["relayed_bytes"] // 10**6,
+            counted["dropped_slow_frames"],
+        )
         if self._clock is not None:
             self._clock.cancel()
         for server in self._servers:

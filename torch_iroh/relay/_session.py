@@ -71,6 +71,9 @@ class Owner(Protocol):
     def forget(self, session: Session) -> None:
         """Hear that the connection has ended."""
 
+    def report(self, text: str) -> None:
+        """Log why a connection was ended."""
+
     def metrics_text(self) -> str:
         """Return what ``/metrics`` says."""
 
@@ -343,4 +346,4 @@ class Session(asyncio.BufferedProtocol):
 
     def _count(self, reason: str, text: str) -> None:
         self._owner.metrics.refused[reason] += 1
-        log.info("%s: %s", self, text)
+        self._owner.report(f"{self}: {text}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import ipaddress
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from torch_iroh import _units
 from torch_iroh.relay import _auth, _key_file
-from torch_iroh.relay._options import DEFAULT_BIND, DEFAULT_PORT, RelayOptions
+from torch_iroh.relay._options import DEFAULT_BIND, DEFAULT_PORT, RelayOptions, split_address
 from torch_iroh.relay._server import RelayServer
 from torch_iroh.relay._session import log
 
@@ -79,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SIZE",
         help="what waits for one slow client before its oldest packets are dropped (1Mi)",
     )
-    add("--log-level", choices=_LEVELS, default=os.environ.get("TORCH_IROH_LOG") or "info", help="(%(default)s)")
+    add("--log-level", choices=_LEVELS, help="(TORCH_IROH_LOG, else info)")
     add("--json", action="store_true", help="what to give to others, as one line of JSON")
     return parser
 
@@ -87,7 +88,14 @@ def _parser() -> argparse.ArgumentParser:
 def _tokens(files: Sequence[Path]) -> frozenset[str]:
     tokens = frozenset[str]().union(*(_auth.read_tokens(file) for file in files))
     own = os.environ.get("TORCH_IROH_RELAY_TOKEN")
-    return tokens | {own} if own else tokens
+    return tokens | {_auth.checked_token(own, "TORCH_IROH_RELAY_TOKEN")} if own else tokens
+
+
+def _level(given: argparse.Namespace) -> int:
+    name = given.log_level or os.environ.get("TORCH_IROH_LOG") or "info"
+    if name not in _LEVELS:
+        raise ValueError(f"TORCH_IROH_LOG is {name!r}; allowed: {', '.join(_LEVELS)}")
+    return _LEVELS[name]
 
 
 def _options(given: argparse.Namespace) -> RelayOptions:
@@ -154,7 +162,7 @@ async def _run(given: argparse.Namespace, options: RelayOptions) -> None:
     log.info("listening on %s (%s)", ", ".join(server.listening), type(loop).__module__)
     if server.access.open_to_all:
         log.warning("no token is set: this relay is open to everybody who finds it. Try: --token-file FILE")
-    if server.observer is not None and options.public_ip is None:
+    if options.public_ip is None:
         _warn_of_private(server)
     _announce(server, given)
     await stop.wait()
@@ -163,11 +171,9 @@ async def _run(given: argparse.Namespace, options: RelayOptions) -> None:
 
 
 def _warn_of_private(server: RelayServer) -> None:
-    import ipaddress
-
-    address = ipaddress.ip_address(server.public_ip)
-    if not address.is_global and not address.is_loopback:
-        log.warning("%s is no public address: others may need --public-ip (and --public-url)", address)
+    everywhere = ipaddress.ip_address(split_address(server.listening[0])[0]).is_unspecified
+    if everywhere and not ipaddress.ip_address(server.public_ip).is_global:
+        log.warning("%s is no public address: others may need --public-ip (or --public-url)", server.public_ip)
 
 
 def _reload(server: RelayServer, given: argparse.Namespace) -> None:
@@ -192,9 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `arguments` default to those of the process."""
     given = _parser().parse_args(arguments)
     logging.basicConfig(stream=sys.stderr, format="torch-iroh relay: %(levelname)s: %(message)s")
-    log.setLevel(_LEVELS[given.log_level])
     loop = _new_loop()
     try:
+        log.setLevel(_level(given))
         asyncio.set_event_loop(loop)
         loop.run_until_complete(_run(given, _options(given)))
     except ValueError as error:
