@@ -180,7 +180,7 @@ Of this group:
         made. "nccl": that, or an error; "gloo": for CPU tensors; "none": iroh.
 
 Of this process; the first group decides, later groups must leave them unset or equal:
-    streams (int): data streams per peer at most, 1 to 64; default 8. As many are used as the round-trip time asks for.
+    streams (int): data streams per peer at most, 1 to 64; default 16. As many are used as distance and loss ask for.
     peer_timeout (float): seconds of silence after which a peer is dead; default 3.
     heartbeat (float): seconds between signs of life, at most half of peer_timeout; default 0.5, or that half if less.
     connect_timeout (float): seconds to reach a peer; default 10.

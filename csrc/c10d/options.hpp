@@ -32,7 +32,7 @@ struct IrohOptions final : ::c10d::Backend::Options {
   std::optional<std::string> compression;    // between sites: a codec (codec/codec.hpp), default "none"
   std::optional<std::string> inner;          // backend inside hosts: "auto" (default), "nccl", "gloo", "none"
   // Of this process: the first group decides.
-  std::optional<std::int64_t> streams;  // data streams per peer at most, default 8
+  std::optional<std::int64_t> streams;  // data streams per peer at most, default 16
   Seconds peer_timeout;                 // silence after which a peer is dead, default 3
   Seconds heartbeat;                    // default 0.5
   Seconds connect_timeout;              // default 10

@@ -23,8 +23,8 @@ constexpr double kLossy = 3e-4;  // of packets
 // it more. Loss at an empty queue is the medium's own.
 constexpr double kQueueing = 1.25;
 // How long a question may go unanswered before the lanes move: iroh itself takes 15 s to leave a dead path.
-constexpr Duration kSuspect = milliseconds(900);
-constexpr Duration kQuickHeartbeat = milliseconds(200);
+constexpr Duration kSuspect = milliseconds(650);
+constexpr Duration kQuickHeartbeat = milliseconds(150);
 constexpr Duration kStandbyHeartbeat = milliseconds(5000);
 constexpr int kAnswersToReturn = 4;
 constexpr Duration kCalm = milliseconds(60'000);

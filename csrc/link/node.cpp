@@ -11,7 +11,7 @@ namespace torch_iroh::link {
 namespace {
 
 constexpr Duration kBindTimeout = milliseconds(10000);
-constexpr Duration kTick = milliseconds(200);  // a lane must leave a silent road within 2 s
+constexpr Duration kTick = milliseconds(100);  // a lane must leave a silent road within 2 s
 constexpr Duration kReachTimeout = milliseconds(3000);
 constexpr Duration kEndpointCloseTimeout = milliseconds(300);
 constexpr Duration kExitLinger = milliseconds(2000);
