@@ -93,6 +93,13 @@ class Relay:
     def log(self) -> str:
         return "".join(self._log)
 
+    def wait_for_log(self, text: str) -> None:
+        """Wait until the log says `text`: it is read by a thread, later than what the relay prints for others."""
+        try:
+            eventually(lambda: text in self.log)
+        except AssertionError:
+            raise AssertionError(f"no {text!r} in the relay's log: {self.log}") from None
+
     def metrics(self) -> dict[str, float]:
         return parse_metrics(http_get(self.address, "/metrics")[1])
 

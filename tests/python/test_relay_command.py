@@ -106,15 +106,18 @@ def test_public_names_replace_what_it_sees_itself() -> None:
 
 def test_without_a_token_it_says_that_everybody_is_let_in() -> None:
     with Relay() as relay:
-        eventually(lambda: "open to everybody" in relay.log)
+        relay.wait_for_log("open to everybody")
 
 
 def test_an_address_that_is_not_public_is_said_where_it_listens_everywhere() -> None:
     with Relay(bind="0.0.0.0:0") as relay:
         # Of the interface with the default route, or loopback where there is none.
         address = relay.told["relay"].removeprefix("http://").partition(":")[0]
-        assert ipaddress.ip_address(address).is_global or f"{address} is no public address" in relay.log
+        if not ipaddress.ip_address(address).is_global:
+            relay.wait_for_log(f"{address} is no public address")
     with Relay() as relay:
+        relay.wait_for_log("open to everybody")
+        relay.stop()
         assert "no public address" not in relay.log
 
 
@@ -221,7 +224,7 @@ def test_sighup_reads_tokens_again_and_a_wrong_file_changes_nothing(tmp_path: Pa
     with Relay("--token-file", str(tokens)) as relay, Client(relay.address).join("old") as connected:
         tokens.write_text("new\n")
         relay.process.send_signal(signal.SIGHUP)
-        eventually(lambda: "are read again" in relay.log)
+        relay.wait_for_log("are read again")
         Client(relay.address).join("new").close()
         with Client(relay.address) as refused:
             assert " 401 " in refused.upgrade("old")
@@ -229,7 +232,7 @@ def test_sighup_reads_tokens_again_and_a_wrong_file_changes_nothing(tmp_path: Pa
         assert connected.receive(PING) == (PONG, b"12345678")
         tokens.write_text("")
         relay.process.send_signal(signal.SIGHUP)
-        eventually(lambda: "what was in force before stays" in relay.log)
+        relay.wait_for_log("what was in force before stays")
         Client(relay.address).join("new").close()
 
 
@@ -294,7 +297,7 @@ def test_https_with_a_certificate_of_files_that_sighup_reads_again(tmp_path: Pat
     first = trusting(cert_file)
     arguments = ["--tls-cert", str(cert_file), "--tls-key", str(key_file)]
     with Relay(*arguments, python_path=str(tmp_path)) as relay:
-        assert f"({loop}" in relay.log
+        relay.wait_for_log(f"({loop}")
         assert relay.told["relay"].startswith("https://127.0.0.1:")
         with Client(relay.address, tls=first).join() as a, Client(relay.address, tls=first).join() as b:
             packet = os.urandom(60_000)
@@ -303,7 +306,7 @@ def test_https_with_a_certificate_of_files_that_sighup_reads_again(tmp_path: Pat
                 assert b.receive(PING) == (6, a.key + b"\x00" + packet)
             certificate(tmp_path)
             relay.process.send_signal(signal.SIGHUP)
-            eventually(lambda: "are read again" in relay.log)
+            relay.wait_for_log("are read again")
             Client(relay.address, tls=trusting(cert_file)).join().close()
             with pytest.raises(ssl.SSLError):
                 Client(relay.address, tls=first)
