@@ -269,9 +269,13 @@ class Lab:
                 self._guardian.stdin.close()
 
 
+# As csrc/lab/control.cpp has them.
+_LARGEST = {"loss": 100.0, "delay": 60e3, "jitter": 60e3, "queue": 60e3, "up": 1e6, "down": 1e6}
+
+
 def _rule(**values: float | None) -> str:
     """Write the settings of a command; what is None is left out."""
     for name, value in values.items():
-        if value is not None and not value >= 0:
-            raise ValueError(f"{name}={value} is below zero")
+        if value is not None and not 0 <= value <= _LARGEST.get(name, 1):
+            raise ValueError(f"{name}={value} is outside 0 .. {_LARGEST.get(name, 1):g}")
     return " ".join(f"{name}={value}" for name, value in values.items() if value is not None)

@@ -146,8 +146,8 @@ class Trouble:
             for event in events:
                 if self._stop.wait(max(0.0, self._started + event.at - time.monotonic())):
                     return
-                self._note(event.kind, event.hosts)
                 undo = self._do(event)
+                self._note(event.kind, event.hosts)
                 if undo is None:
                     continue
                 self._stop.wait(event.lasts)
