@@ -23,7 +23,10 @@ missing() {  # one Debian package name per thing that is not there
   compiles '#include <span>' '' || echo g++
   [ "$purpose" = test ] || return 0
   compiles '#include <doctest/doctest.h>' "$(homebrew)" || echo doctest-dev
-
+  # The laboratory's tests; without Linux and root they are skipped.
+  [ "$(uname -s)" = Linux ] && [ "$(id -u)" = 0 ] || return 0
+  ip -Version >/dev/null 2>&1 || echo iproute2
+  nft --version >/dev/null 2>&1 || echo nftables
 }
 
 as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo -n "$@"; fi; }

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 _VERBS = {
+    "lab": ("torch_iroh.lab.command", "rehearse a run on this machine, in homes behind NATs and slow lines"),
     "relay": ("torch_iroh.relay.command", "a relay server for endpoints that cannot reach each other"),
     "run": ("torch_iroh.run", "torchrun, with workers whose backend is iroh whatever they name"),
     "topology": ("torch_iroh.topology", "what a collective of N ranks would take, on links that you describe"),
