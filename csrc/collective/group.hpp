@@ -146,7 +146,8 @@ class Group : public transport::Receiver, public std::enable_shared_from_this<Gr
     std::uint64_t allowance_used = 0;              // bytes sent ahead of its announcements
     std::map<std::uint64_t, std::uint64_t> ahead;  // the same by operation
     std::deque<Held> held;
-    std::uint64_t early_bytes = 0;  // kept for operations that have not begun here
+    std::uint64_t early_bytes = 0;              // kept for operations that have not begun here
+    std::vector<std::function<void()>> unsure;  // sends that the road's end cut off; see send_chunk()
   };
 
   Group(std::shared_ptr<transport::Transport> transport, const GroupOptions& options);

@@ -35,6 +35,10 @@ void Group::on_lost(int rank, bool left, const Error& cause) {
     if (entry.lost) return;
     entry.lost = cause;
     entry.left = left;
+    const auto unsure = std::exchange(entry.unsure, {});
+    if (left) {
+      for (const auto& sent : unsure) run(sent);
+    }
     if (const std::size_t dropped = point_to_point_->drop_kept(rank); dropped > 0 && !failure()) {
       log(LogLevel::warn, "rank " + std::to_string(rank_) + ": " + std::to_string(dropped) + " messages that rank " +
                               std::to_string(rank) + " never received are dropped: " + gone(rank).what());
@@ -43,7 +47,7 @@ void Group::on_lost(int rank, bool left, const Error& cause) {
     const bool needed = (current_ && current_->execution->waits_for(rank)) || point_to_point_->waits_for(rank) ||
                         (alone() && point_to_point_->waits_for(kAnyone));
     // A rank that said goodbye had all it needed; it is missed only by an operation that waits for it.
-    if (left && !needed) return;
+    if (left && !needed) return advance();
     if (!closed_) fail(Error(cause.kind(), "rank " + std::to_string(rank) + " is gone: " + cause.what()), true);
   });
 }

@@ -60,10 +60,16 @@ void Group::announce(std::uint64_t sequence, const Request& request, const std::
 void Group::send_chunk(int peer, const transport::Tag& tag, std::span<const std::byte> bytes,
                        std::function<void()> sent) {
   // `sent` holds the execution, and with it the memory, until the transport has let go of it.
-  auto done = [weak = weak_from_this(), sent = std::move(sent)](Result<Nothing> result) mutable {
+  auto done = [weak = weak_from_this(), peer, sent = std::move(sent)](Result<Nothing> result) mutable {
     const auto self = weak.lock();
-    if (!self || !result.ok()) return;  // on_lost tells why
-    self->post([self = self.get(), sent = std::move(sent)] {
+    if (!self) return;
+    self->post([self = self.get(), peer, ok = result.ok(), sent = std::move(sent)] {
+      // Cut off by the road's end: a peer that said goodbye had all it needed, so also this; on_lost tells.
+      Peer& entry = self->peers_[static_cast<std::size_t>(peer)];
+      if (!ok && !(entry.lost && entry.left)) {
+        entry.unsure.push_back(sent);
+        return;
+      }
       self->run(sent);
       self->advance();
     });

@@ -155,6 +155,7 @@ def train(rank: int, names: list[str], store: str, url: str) -> list[str]:
         dist.all_reduce(tensor)
         assert torch.all(tensor == 3)
     paths = [peer.path for peer in torch_iroh.stats().peers]
+    dist.barrier()  # whoever leaves first ends the other's connection
     dist.destroy_process_group()
     return paths
 
