@@ -25,7 +25,9 @@ import torch_iroh
 pytestmark = [pytest.mark.timeout(180), pytest.mark.over_iroh]
 
 ELEMENTS = 1 << 18
-STALL = 2.0  # seconds that a dead path may cost where the relay lives
+# Seconds that a dead path may cost where the relay lives. On a machine of its own it is less than two;
+# here others may use both cores. Without the standby iroh takes 15.
+STALL = 4.0
 PEER_TIMEOUT = 20.0
 RELAY_HOST = 2
 
@@ -79,7 +81,7 @@ def sleep_until(when: float) -> None:
 
 
 @pytest.mark.skipif(bool(shaped.obstacle()), reason=shaped.obstacle() or "-")
-def test_a_dead_path_costs_two_seconds_a_cut_only_its_own_time_and_no_sum_is_wrong(tmp_path: Path) -> None:
+def test_a_dead_path_costs_seconds_a_cut_only_its_own_time_and_no_sum_is_wrong(tmp_path: Path) -> None:
     with (
         shaped.shaped(3, bits_per_second=100e6, delay=0.025) as names,
         Relay(namespace=names[RELAY_HOST], bind=f"{shaped.address(RELAY_HOST)}:3340") as relay,
@@ -87,7 +89,7 @@ def test_a_dead_path_costs_two_seconds_a_cut_only_its_own_time_and_no_sum_is_wro
     ):
         begin = time.monotonic() + 6.0  # both have met by then
         path_dead, path_back = begin + 2.0, begin + 8.0
-        all_dead, all_back = path_back + 8.0, path_back + 14.0
+        all_dead, all_back = path_back + 12.0, path_back + 18.0
         end = all_back + 4.0
         ranks.start(work, names, relay.url, str(tmp_path / "store"), end)
         sleep_until(path_dead)
