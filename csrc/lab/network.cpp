@@ -103,6 +103,10 @@ void Network::offer(SiteId from, std::span<const std::uint8_t> bytes, Time now) 
     site.counters.cut += segments;
     return;
   }
+  if (frame->largest_packet() > std::min(site.line.mtu, sites_[*to].line.mtu)) {
+    site.counters.too_big += segments;
+    return;
+  }
   double narrower = site.line.up_bits_per_second;
   const double down = sites_[*to].line.down_bits_per_second;
   if (narrower <= 0 || (down > 0 && down < narrower)) narrower = down;

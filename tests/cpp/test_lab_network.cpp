@@ -190,6 +190,20 @@ TEST_CASE("lab network: the longest prefix wins; nobody's address and one's own 
   CHECK(world.counters().malformed == 1);
 }
 
+TEST_CASE("lab network: a packet that is larger than either line's MTU is lost, alone or in a super-frame") {
+  for (const bool at_sender : {true, false}) {
+    World world;
+    world.network.site(at_sender ? world.one : world.two).line.mtu = 1028;
+    world.send(1000, Time(0));
+    world.send(1001, Time(0));
+    world.send(5000, Time(0), 1000);
+    world.send(5000, Time(0), 1001);
+    world.settle();
+    CHECK(world.arrivals.size() == 2);
+    CHECK(world.counters().too_big == 1 + 5);
+  }
+}
+
 TEST_CASE("lab network: what is under way has a bound") {
   World world;
   world.network.everywhere().delay = milliseconds(1000);

@@ -93,6 +93,12 @@ def test_trouble_is_told_and_equal_for_equal_seeds():
     assert len(troubled(4)) >= 4
 
 
+def test_command_that_does_not_exist_is_named():
+    done = rehearse("--", "no-such-command")
+    assert done.returncode == 1
+    assert done.stderr == "torch-iroh lab: [Errno 2] No such file or directory: 'no-such-command'\n"
+
+
 def test_timeout_ends_the_run():
     done = rehearse("--timeout", "0.5", "--", "sleep", "600")
     assert done.returncode == 1
