@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch_iroh.lab import Host
 
 Where = tuple[str, int]
-SILENCE = 0.3  # how long nothing must come, on links of a few milliseconds
+SILENCE = 0.2  # how long nothing must come, on links of a few milliseconds
 PATIENCE = 10.0
 
 

@@ -85,7 +85,7 @@ def test_full_queue_drops_and_counts(routable_pair):
     with Probe(lab["one"]) as one, Probe(lab["two"]) as two:
         for _ in range(100):  # 120 kB at once into a line that takes 6 in 50 ms
             one.socket.sendto(bytes(1200), two.where)
-        while two.hears(1.0):
+        while two.hears(0.5):
             pass
     counters = lab.counters()["one"]
     arrived = lab.traffic()["one", "two"].packets
@@ -102,7 +102,7 @@ def test_loss_is_per_packet_also_inside_super_frames(routable_pair, ipv6):
     with Probe(lab["one"], ipv6=ipv6) as one, Probe(lab["two"], ipv6=ipv6) as two:
         one.socket.setsockopt(socket.SOL_UDP, UDP_SEGMENT, 100)
         two.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4 << 20)
-        two.socket.settimeout(1.0)
+        two.socket.settimeout(0.5)
         to = (lab["two"].address6 if ipv6 else lab["two"].address, two.port)
 
         def listen() -> None:
