@@ -101,6 +101,19 @@ TEST_CASE("lab network: a super-frame keeps time as its packets would") {
   }
 }
 
+TEST_CASE("lab network: loss does not slow a full line down") {
+  World clean, lossy;
+  lossy.network.everywhere().loss = 0.05;
+  for (World* world : {&clean, &lossy}) {
+    world->network.site(world->one).line = {.up_bits_per_second = 100e6, .queue = milliseconds(10'000)};
+    for (int frame = 0; frame < 500; ++frame) world->send(8000, Time(0), 1000);
+    world->settle();
+  }
+  CHECK(lossy.counters().lost > 0);
+  CHECK(lossy.counters().up_dropped == 0);
+  CHECK(lossy.arrivals.back().at <= clean.arrivals.back().at);
+}
+
 TEST_CASE("lab network: what would wait longer than the queue is dropped") {
   World world;
   world.network.site(world.one).line = {.up_bits_per_second = 10e6, .queue = milliseconds(50)};
