@@ -12,6 +12,7 @@ namespace {
 constexpr std::size_t kMaxNameBytes = 64;
 constexpr double kMaxMilliseconds = 60'000;
 constexpr double kMaxMegabits = 1e6;
+constexpr double kMaxMtu = 65'535;
 
 std::vector<std::string_view> words_of(std::string_view line) {
   std::vector<std::string_view> words;
@@ -112,6 +113,7 @@ void change_line(Site& site, Words& words) {
   bool plugged = site.plugged;
   if (const auto text = words.setting("up")) line.up_bits_per_second = number("up", *text, kMaxMegabits) * 1e6;
   if (const auto text = words.setting("down")) line.down_bits_per_second = number("down", *text, kMaxMegabits) * 1e6;
+  if (const auto text = words.setting("mtu")) line.mtu = static_cast<std::size_t>(number("mtu", *text, kMaxMtu));
   if (const auto text = words.setting("queue")) line.queue = milliseconds("queue", *text);
   if (const auto text = words.setting("cut")) cut = flag("cut", *text);
   if (const auto text = words.setting("plugged")) plugged = flag("plugged", *text);
@@ -193,6 +195,7 @@ std::string Control::counters() const {
                                                             {"lost", c.lost},
                                                             {"cut", c.cut},
                                                             {"unroutable", c.unroutable},
+                                                            {"too_big", c.too_big},
                                                             {"up_dropped", c.up_dropped},
                                                             {"down_dropped", c.down_dropped},
                                                             {"malformed", c.malformed},

@@ -2,7 +2,7 @@
 //
 //   site NAME NAMESPACE REGION         a TUN device `wan0` in that network namespace
 //   route NAME PREFIX...               addresses that lead to the site, in place of those before
-//   line NAME up=MBIT down=MBIT queue=MS cut=0|1 plugged=0|1
+//   line NAME up=MBIT down=MBIT queue=MS mtu=BYTES cut=0|1 plugged=0|1
 //   everywhere | regions A B | sites A B, each with: delay=MS jitter=MS loss=PERCENT reorder=0|1 cut=0|1
 //                                      from A to B; `inherit` instead of a number: what the wider rule says
 //   counters | traffic                 replies JSON

@@ -138,6 +138,10 @@ std::size_t Frame::wire_bytes() const {
   return ip_bytes() + (segments_ - 1) * payload_at_ + segments_ * kWireOverhead;
 }
 
+std::size_t Frame::largest_packet() const {
+  return segments_ == 1 ? ip_bytes() : payload_at_ + segment_bytes_;
+}
+
 Frame Frame::cut(std::size_t first, std::size_t last) const {
   if (first == 0 && last == segments_) return *this;
   const std::size_t payload = ip_bytes() - payload_at_;

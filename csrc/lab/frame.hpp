@@ -42,6 +42,7 @@ class Frame {
   Address destination() const;
   std::size_t segments() const { return segments_; }
   std::size_t wire_bytes() const;
+  std::size_t largest_packet() const;  // in bytes of IP
   // Segments first..last-1 as a frame of their own: a plain packet if that is one.
   Frame cut(std::size_t first, std::size_t last) const;
 

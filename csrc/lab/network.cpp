@@ -103,6 +103,10 @@ void Network::offer(SiteId from, std::span<const std::uint8_t> bytes, Time now) 
     site.counters.cut += segments;
     return;
   }
+  if (frame->largest_packet() > std::min(site.line.mtu, sites_[*to].line.mtu)) {
+    site.counters.too_big += segments;
+    return;
+  }
   double narrower = site.line.up_bits_per_second;
   const double down = sites_[*to].line.down_bits_per_second;
   if (narrower <= 0 || (down > 0 && down < narrower)) narrower = down;
@@ -132,15 +136,18 @@ void Network::send_piece(SiteId from, SiteId to, const Frame& frame, std::size_t
     }
     site.up_free = begin + time_on(up, wire);
   }
-  const Time first_out = begin + time_on(up, wire / count);
-  const Time whole_out = begin + time_on(up, wire);
-  if (way.loss <= 0) return depart(from, to, frame.cut(first, last), way, first_out, whole_out);
+  // When the first `packets` of this piece have left the line. Those that are lost take their time on it too.
+  const auto out = [&](std::size_t packets) { return begin + time_on(up, wire * packets / count); };
+  const auto send = [&](std::size_t from_segment, std::size_t to_segment) {
+    depart(from, to, frame.cut(from_segment, to_segment), way, out(from_segment - first + 1), out(to_segment - first));
+  };
+  if (way.loss <= 0) return send(first, last);
   std::bernoulli_distribution lost(std::min(way.loss, 1.0));
   std::size_t kept_from = first;
   for (std::size_t segment = first; segment <= last; ++segment) {
     const bool end = segment == last;
     if (!end && !lost(random_)) continue;
-    if (kept_from < segment) depart(from, to, frame.cut(kept_from, segment), way, first_out, whole_out);
+    if (kept_from < segment) send(kept_from, segment);
     kept_from = segment + 1;
     if (!end) ++site.counters.lost;
   }

@@ -43,14 +43,15 @@ struct Line {
   double up_bits_per_second = 0;  // 0: no limit
   double down_bits_per_second = 0;
   Nanoseconds queue{50'000'000};  // what would wait longer is dropped
+  std::size_t mtu = 65'535;       // larger packets are dropped, in both directions and in silence
 };
 
 struct Counters {
-  std::uint64_t sent_packets = 0, sent_bytes = 0;          // taken from the site
-  std::uint64_t received_packets = 0, received_bytes = 0;  // handed to the site
-  std::uint64_t lost = 0, cut = 0, unroutable = 0;         // packets it sent
-  std::uint64_t up_dropped = 0, down_dropped = 0;          // queue full
-  std::uint64_t malformed = 0, overflow = 0, refused = 0;  // refused: by the site's kernel
+  std::uint64_t sent_packets = 0, sent_bytes = 0;                // taken from the site
+  std::uint64_t received_packets = 0, received_bytes = 0;        // handed to the site
+  std::uint64_t lost = 0, cut = 0, unroutable = 0, too_big = 0;  // packets it sent
+  std::uint64_t up_dropped = 0, down_dropped = 0;                // queue full
+  std::uint64_t malformed = 0, overflow = 0, refused = 0;        // refused: by the site's kernel
 };
 
 struct Site {

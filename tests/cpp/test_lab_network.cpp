@@ -101,6 +101,19 @@ TEST_CASE("lab network: a super-frame keeps time as its packets would") {
   }
 }
 
+TEST_CASE("lab network: loss does not slow a full line down") {
+  World clean, lossy;
+  lossy.network.everywhere().loss = 0.05;
+  for (World* world : {&clean, &lossy}) {
+    world->network.site(world->one).line = {.up_bits_per_second = 100e6, .queue = milliseconds(10'000)};
+    for (int frame = 0; frame < 500; ++frame) world->send(8000, Time(0), 1000);
+    world->settle();
+  }
+  CHECK(lossy.counters().lost > 0);
+  CHECK(lossy.counters().up_dropped == 0);
+  CHECK(lossy.arrivals.back().at <= clean.arrivals.back().at);
+}
+
 TEST_CASE("lab network: what would wait longer than the queue is dropped") {
   World world;
   world.network.site(world.one).line = {.up_bits_per_second = 10e6, .queue = milliseconds(50)};
@@ -188,6 +201,20 @@ TEST_CASE("lab network: the longest prefix wins; nobody's address and one's own 
   CHECK(world.counters().unroutable == 2);
   world.network.offer(world.one, Octets(5), Time(0));
   CHECK(world.counters().malformed == 1);
+}
+
+TEST_CASE("lab network: a packet that is larger than either line's MTU is lost, alone or in a super-frame") {
+  for (const bool at_sender : {true, false}) {
+    World world;
+    world.network.site(at_sender ? world.one : world.two).line.mtu = 1028;
+    world.send(1000, Time(0));
+    world.send(1001, Time(0));
+    world.send(5000, Time(0), 1000);
+    world.send(5000, Time(0), 1001);
+    world.settle();
+    CHECK(world.arrivals.size() == 2);
+    CHECK(world.counters().too_big == 1 + 5);
+  }
 }
 
 TEST_CASE("lab network: what is under way has a bound") {

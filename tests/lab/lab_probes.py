@@ -10,7 +10,7 @@ from collections.abc import Callable
 from torch_iroh.lab import Host
 
 Where = tuple[str, int]
-SILENCE = 0.3  # how long nothing must come, on links of a few milliseconds
+SILENCE = 0.2  # how long nothing must come, on links of a few milliseconds
 PATIENCE = 10.0
 
 
@@ -95,6 +95,16 @@ def tcp(client: Host, server: Host, port: int = 4000) -> tuple[socket.socket, so
     return near, far
 
 
+def receive(connection: socket.socket, nbytes: int) -> bytes:
+    """Exactly so many bytes."""
+    received = bytearray()
+    while len(received) < nbytes:
+        part = connection.recv(1 << 20)
+        assert part, f"the connection ended after {len(received)} of {nbytes} bytes"
+        received += part
+    return bytes(received)
+
+
 def tcp_megabits(sender: Host, receiver: Host, nbytes: int) -> float:
     """What a TCP transfer of that length reaches, from its first to its last byte."""
     near, far = tcp(sender, receiver)
@@ -102,12 +112,11 @@ def tcp_megabits(sender: Host, receiver: Host, nbytes: int) -> float:
         sending = threading.Thread(target=near.sendall, args=(bytes(nbytes),))
         sending.start()
         first = len(far.recv(1 << 20))
-        begin, received = time.monotonic(), first
-        while received < nbytes:
-            received += len(far.recv(1 << 20))
+        begin = time.monotonic()
+        receive(far, nbytes - first)
         seconds = time.monotonic() - begin
         sending.join()
-    return (received - first) * 8e-6 / seconds
+    return (nbytes - first) * 8e-6 / seconds
 
 
 def eventually(condition: Callable[[], bool], timeout: float = PATIENCE) -> bool:

@@ -89,8 +89,15 @@ def test_trouble_is_told_and_equal_for_equal_seeds():
         assert done.returncode == 0, done.stderr
         return sorted(line.split("s  ")[1] for line in lines_of(done, "lab"))
 
-    assert troubled(4) == troubled(4)
-    assert len(troubled(4)) >= 4
+    first = troubled(4)
+    assert first == troubled(4)
+    assert len(first) >= 4
+
+
+def test_command_that_does_not_exist_is_named():
+    done = rehearse("--", "no-such-command")
+    assert done.returncode == 1
+    assert done.stderr == "torch-iroh lab: [Errno 2] No such file or directory: 'no-such-command'\n"
 
 
 def test_timeout_ends_the_run():

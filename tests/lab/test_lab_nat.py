@@ -6,7 +6,7 @@ import itertools
 from contextlib import ExitStack
 
 import pytest
-from lab_probes import SILENCE, Probe, reaches, tcp
+from lab_probes import SILENCE, Probe, reaches, receive, tcp
 
 PUNCHING = ("full", "port", "symmetric")
 
@@ -59,7 +59,7 @@ def test_udp_blocked_lets_tcp_through_and_no_udp(nat_pair):
     with near, far:
         assert far.getpeername()[0] == lab["anna"].address
         near.sendall(b"through")
-        assert far.recv(100) == b"through"
+        assert receive(far, 7) == b"through"
 
 
 @pytest.mark.parametrize("nat", ["port", "symmetric", "udp-blocked"])

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch_iroh.lab import _nat, _system
 from torch_iroh.lab._leftovers import processes_in
-from torch_iroh.lab._system import LabError, command, in_namespace, ip
+from torch_iroh.lab._system import LabError, command, ip
 
 if TYPE_CHECKING:
     from torch_iroh.lab._emulator import Emulator
@@ -107,7 +107,7 @@ class Host:
         for namespace in {self.router, self.namespace}:
             command(["ip", "netns", "add", namespace])
             ip(namespace, "link set lo up")
-        emulator.request(f"site {self.name} {self.router} {region}")
+        emulator.request(f"site {self.name} {self.router} {region}", f"line {self.name} mtu={self._mtu}")
         ip(self.router, f"link set wan0 mtu {self._mtu} txqueuelen 10000 up")
         if not self.is_public:
             self._make_home()
@@ -153,9 +153,8 @@ class Host:
         self._ask(f"route {self.name} {' '.join(prefixes)}")
 
     def _apply_nat(self) -> None:
-        command(
-            in_namespace(self.router, ["nft", "-f", "-"]), text=_nat.rules(self._nat, self.own_address, self._rebinds)
-        )
+        rules = _nat.rules(self._nat, self.own_address, self._rebinds)
+        _system.call(self.router, lambda: command(["nft", "-f", "-"], text=rules))
 
     def _ask(self, *lines: str) -> None:
         assert self._emulator is not None
@@ -166,9 +165,10 @@ class Host:
     def popen(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Start a command on this host; `options` are those of :class:`subprocess.Popen`.
 
-        It ends with the laboratory: SIGTERM, and SIGKILL two seconds later.
+        It ends with the laboratory: SIGTERM, and SIGKILL two seconds later. All but the network is this machine's.
         """
-        process: subprocess.Popen[Any] = subprocess.Popen(in_namespace(self.namespace, arguments), **options)
+        # In the namespace before it runs: one that was still on its way there would outlive the laboratory.
+        process: subprocess.Popen[Any] = self.call(lambda: subprocess.Popen(arguments, **options))
         self._processes.append(process)
         return process
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import select
@@ -35,7 +34,7 @@ class Lab:
         jitter: Packets take up to this much longer, in milliseconds, evenly distributed; they stay in order.
         loss: In percent of packets.
         seed: Of loss and jitter.
-        udp_buffers: Raise this machine's limits of UDP buffers to 32 MiB, which fast links need, until the end.
+        udp_buffers: Raise this machine's limits of UDP buffers to 32 MiB until the end.
 
     Raises:
         LabError: something is missing; see :func:`obstacle`.
@@ -153,7 +152,7 @@ class Lab:
             queue: What would wait longer for the line is dropped, in milliseconds.
             region: Hosts of one region share the rules of :meth:`link` for it.
             ipv6: Give it a public IPv6 address too; behind a NAT, its router lets in only what answers.
-            mtu: Largest packet of its line, in bytes.
+            mtu: Largest packet of its line, in bytes; larger ones that others send are lost in silence.
 
         Raises:
             ValueError: a name that is taken or odd, a NAT kind that there is not, a rate or size below zero.
@@ -261,12 +260,6 @@ class Lab:
 
     def _ask(self, *lines: str) -> None:
         self._running.request(*lines)
-
-    def __del__(self) -> None:
-        # Forgotten without close(): the guardian would wait for the end of this process.
-        with contextlib.suppress(Exception):
-            if not self._closed and self._guardian.stdin is not None:
-                self._guardian.stdin.close()
 
 
 # As csrc/lab/control.cpp has them.

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from torch_iroh.lab._leftovers import NAMESPACES
 
 _CLONE_NEWNET = 0x40000000
-_TOOLS = {"ip": "iproute2", "nft": "nftables", "nsenter": "util-linux"}
+_TOOLS = {"ip": "iproute2", "nft": "nftables"}
 _COMMAND_SECONDS = 20.0
 _Result = TypeVar("_Result")
 
@@ -57,11 +57,6 @@ def command(arguments: Sequence[str], *, text: str | None = None) -> str:
     return done.stdout
 
 
-def in_namespace(namespace: str, arguments: Sequence[str]) -> list[str]:
-    """Make a command run in a network namespace; all else it sees is that of this process."""
-    return ["nsenter", f"--net={NAMESPACES / namespace}", "--", *arguments]
-
-
 def ip(namespace: str, *lines: str) -> None:
     """Run lines of `ip` in a namespace, at once."""
     command(["ip", "-n", namespace, "-batch", "-"], text="\n".join(lines) + "\n")
@@ -78,7 +73,10 @@ def set_sysctl(namespace: str, **values: int) -> None:
 
 
 def call(namespace: str, function: Callable[..., _Result], *arguments: Any) -> _Result:
-    """Run a function in a namespace, on a thread of its own; sockets that it makes stay there, usable from anywhere."""
+    """Run a function in a namespace, on a thread of its own.
+
+    Sockets that it makes stay there, usable from anywhere; processes that it starts are there from their first moment.
+    """
     outcome: list[_Result] = []
     failure: list[BaseException] = []
 

@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--udp-buffers",
         action="store_true",
-        help="raise this machine's limits of UDP buffers to 32 MiB for the time, which lines above 100 Mbit need",
+        help="raise this machine's limits of UDP buffers to 32 MiB for the time; iroh asks for 7",
     )
     add("--counters", action="store_true", help="say at the end what each line has carried and dropped")
     return parser
