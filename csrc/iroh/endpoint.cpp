@@ -3,6 +3,7 @@
 #include <arpa/inet.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "iroh/call.hpp"
 #include "iroh/objects.hpp"
@@ -137,6 +138,13 @@ EndpointId lift_id(abi::Handle endpoint_id) {
   if (bytes.size() != id.size()) throw Error(ErrorKind::library, "iroh returned an endpoint id of another length");
   std::copy(bytes.begin(), bytes.end(), id.begin());
   return id;
+}
+
+SecretKey secret_key_of(std::string_view bytes) {
+  SecretKey key{};
+  if (bytes.size() != key.size()) throw Error(ErrorKind::invalid, "a secret key has 32 bytes");
+  std::memcpy(key.data(), bytes.data(), key.size());
+  return key;
 }
 
 EndpointId public_key(const SecretKey& key) {

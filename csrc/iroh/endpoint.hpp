@@ -9,6 +9,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/payload.hpp"
@@ -37,6 +38,7 @@ struct RelayServer {
 };
 
 using SecretKey = std::array<std::byte, 32>;
+SecretKey secret_key_of(std::string_view bytes);  // throws Error(invalid) unless they are 32
 EndpointId public_key(const SecretKey& key);
 
 struct EndpointOptions {

@@ -128,6 +128,7 @@ class Link : public std::enable_shared_from_this<Link> {
   void choose_road(TimePoint now);
   void on_closing(const FrameHeader& header);
   void on_farewell();
+  void on_peer_ended_locked(const std::string& reason);
   std::optional<Error> verdict_locked(TimePoint now);
   void die(const Error& cause);
   std::optional<iroh::Path> selected_path() const;

@@ -28,10 +28,7 @@ constexpr Duration kQuickHeartbeat = milliseconds(150);
 constexpr Duration kStandbyHeartbeat = milliseconds(5000);
 constexpr int kAnswersToReturn = 4;
 constexpr Duration kCalm = milliseconds(60'000);
-
-std::uint64_t clock_ticks(TimePoint time) {
-  return static_cast<std::uint64_t>(std::chrono::nanoseconds(time.time_since_epoch()).count());
-}
+constexpr Duration kFarewell = milliseconds(1000);
 
 }  // namespace
 
@@ -123,6 +120,12 @@ void Link::choose_road(TimePoint now) {
                                    : std::string(" returns to its own path")));
   place_lanes();
   if (standby) send_acks();
+}
+
+// The peer itself has ended a connection: what is still on its way may tell more, but not for long.
+void Link::on_peer_ended_locked(const std::string& reason) {
+  closed_reason_ = reason;
+  give_up_at_ = std::min(give_up_at_, after(Clock::now(), kFarewell));
 }
 
 std::optional<Error> Link::verdict_locked(TimePoint now) {
@@ -222,11 +225,10 @@ void Link::on_heartbeat(const FrameHeader& header, std::uint8_t road) {
     if (header.message < roads_.size()) asked = roads_[header.message];
   }
   if (!asked) return;
-  asked->on_echo(header.sequence, now);
-  const double sample = static_cast<double>(clock_ticks(now) - header.sequence) / 1e6;
-  if (header.message != road || road == 1 || sample < 0 || sample > 1e6) return;  // no way there and back, or no time
+  const auto sample = asked->on_echo(header.sequence, now);
+  if (!sample || header.message != road || road == 1) return;  // no time that we sent, or not the way there and back
   const std::lock_guard lock(mutex_);
-  rtts_ms_.push_back(sample);
+  rtts_ms_.push_back(*sample);
   if (rtts_ms_.size() > kRttSamples) rtts_ms_.pop_front();
 }
 

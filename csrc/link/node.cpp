@@ -17,7 +17,6 @@ constexpr Duration kEndpointCloseTimeout = milliseconds(300);
 constexpr Duration kExitLinger = milliseconds(2000);
 constexpr Duration kStrangerTimeout = milliseconds(30000);
 constexpr std::size_t kMostStrangers = 4096;
-constexpr int kMostHandshakes = 256;
 constexpr std::uint32_t kCloseNotAMember = 1;
 constexpr std::uint32_t kCloseLeft = 0;
 
@@ -109,8 +108,11 @@ void Node::start() {
   reach_ = std::make_shared<Reach>(endpoints_.main, options_.reach);
   reach_->start(after(Clock::now(), kReachTimeout));
   last_tick_ = Clock::now();
-  accept_next(endpoints_.main);
-  if (endpoints_.standby) accept_next(endpoints_.standby);
+  acceptor_ = std::make_shared<Acceptor>([weak = weak_from_this()](Result<iroh::Connection> connection) {
+    if (const auto self = weak.lock()) self->on_connected(std::move(connection));
+  });
+  acceptor_->accept(endpoints_.main);
+  if (endpoints_.standby) acceptor_->accept(endpoints_.standby);
   arm_tick();
 }
 
@@ -137,38 +139,7 @@ PeerAddr Node::addr() const {
   return addr;
 }
 
-void Node::accept_next(const iroh::Endpoint& endpoint) {
-  endpoint.accept_next().then([weak = weak_from_this(), endpoint](Result<std::optional<iroh::Incoming>> result) {
-    const auto self = weak.lock();
-    if (!self || !result.ok() || !result.value()) return;  // the endpoint is closed
-    {
-      // Also while this process leaves: see on_connected.
-      const std::lock_guard lock(self->mutex_);
-      // A flood of attempts must not hold memory: beyond the limit they are dropped, which refuses them.
-      if (self->handshakes_ < kMostHandshakes) {
-        ++self->handshakes_;
-      } else {
-        result.value().reset();
-      }
-    }
-    if (result.value()) {
-      result.value()->accept().then([weak](Result<iroh::Accepting> accepting) {
-        auto finish = [weak](Result<iroh::Connection> connection) {
-          if (const auto node = weak.lock()) node->on_connected(std::move(connection));
-        };
-        if (!accepting.ok()) return finish(accepting.error());
-        accepting.value().handshake().then(finish);
-      });
-    }
-    self->accept_next(endpoint);
-  });
-}
-
 void Node::on_connected(Result<iroh::Connection> result) {
-  {
-    const std::lock_guard lock(mutex_);
-    --handshakes_;
-  }
   if (!result.ok()) {
     log_once(LogLevel::info, "handshake", std::string("a connection attempt failed: ") + result.error().what());
     return;

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/workers.hpp"
+#include "link/acceptor.hpp"
 #include "link/link.hpp"
 #include "link/reach.hpp"
 
@@ -75,7 +76,6 @@ class Node : public std::enable_shared_from_this<Node> {
   static std::shared_ptr<Node> running(const NodeOptions& options);
   void start();
   void bind_standby();
-  void accept_next(const iroh::Endpoint& endpoint);
   void on_connected(Result<iroh::Connection> result);
   std::optional<iroh::EndpointId> member_locked(const iroh::EndpointId& id) const;  // whose endpoint it is
   void welcome(const iroh::EndpointId& id, const iroh::Connection& connection);
@@ -90,6 +90,7 @@ class Node : public std::enable_shared_from_this<Node> {
 
   const NodeOptions options_;
   Endpoints endpoints_;
+  std::shared_ptr<Acceptor> acceptor_;
   std::shared_ptr<Reach> reach_;
   iroh::EndpointId id_{};
 
@@ -97,7 +98,6 @@ class Node : public std::enable_shared_from_this<Node> {
   std::map<std::uint64_t, Group> groups_;
   std::map<iroh::EndpointId, std::shared_ptr<Link>> links_;
   std::vector<Stranger> strangers_;
-  int handshakes_ = 0;
   bool closing_ = false;
   TimePoint last_tick_{};
 };

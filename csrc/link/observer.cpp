@@ -14,7 +14,6 @@ constexpr Duration kBindTimeout = milliseconds(10000);
 constexpr Duration kCloseTimeout = milliseconds(500);
 // How late a changed address may be told. A peer's first address is told when it connects.
 constexpr Duration kLookInterval = milliseconds(1000);
-constexpr int kMostHandshakes = 256;
 constexpr std::uint32_t kCloseFull = 2;
 constexpr std::uint32_t kCloseTalks = 3;
 
@@ -37,7 +36,10 @@ void Observer::start() {
   options.bind_addr = options_.bind_addr;
   options.secret_key = options_.secret_key;
   endpoint_ = iroh::Endpoint::bind(options).get(after(Clock::now(), kBindTimeout));
-  accept_next();
+  acceptor_ = std::make_shared<Acceptor>([weak = weak_from_this()](Result<iroh::Connection> connection) {
+    if (const auto self = weak.lock()) self->on_connected(std::move(connection));
+  });
+  acceptor_->accept(endpoint_);
   arm_tick();
 }
 
@@ -54,38 +56,11 @@ void Observer::close() {
   }
 }
 
-void Observer::accept_next() {
-  endpoint_.accept_next().then([weak = weak_from_this()](Result<std::optional<iroh::Incoming>> result) {
-    const auto self = weak.lock();
-    if (!self || !result.ok() || !result.value()) return;  // the endpoint is closed
-    {
-      // A flood of attempts must not hold memory: beyond the limit they are dropped, which refuses them.
-      const std::lock_guard lock(self->mutex_);
-      if (self->handshakes_ < kMostHandshakes) {
-        ++self->handshakes_;
-      } else {
-        result.value().reset();
-      }
-    }
-    if (result.value()) {
-      result.value()->accept().then([weak](Result<iroh::Accepting> accepting) {
-        auto finish = [weak](Result<iroh::Connection> connection) {
-          if (const auto observer = weak.lock()) observer->on_connected(std::move(connection));
-        };
-        if (!accepting.ok()) return finish(accepting.error());
-        accepting.value().handshake().then(finish);
-      });
-    }
-    self->accept_next();
-  });
-}
-
 void Observer::on_connected(Result<iroh::Connection> result) {
   std::uint64_t number = 0;
   bool full = false;
   {
     const std::lock_guard lock(mutex_);
-    --handshakes_;
     if (!result.ok() || closing_) return;
     full = peers_.size() >= options_.most_connections;
     number = ++next_;

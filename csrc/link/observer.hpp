@@ -11,6 +11,7 @@
 #include <string>
 
 #include "iroh/endpoint.hpp"
+#include "link/acceptor.hpp"
 
 namespace torch_iroh::link {
 
@@ -37,7 +38,6 @@ class Observer : public std::enable_shared_from_this<Observer> {
     iroh::Connection connection;
     std::string said;
   };
-  void accept_next();
   void on_connected(Result<iroh::Connection> result);
   void tell(std::uint64_t number, const iroh::Connection& connection);
   void arm_tick();
@@ -45,11 +45,11 @@ class Observer : public std::enable_shared_from_this<Observer> {
 
   const ObserverOptions options_;
   iroh::Endpoint endpoint_;
+  std::shared_ptr<Acceptor> acceptor_;
   mutable std::mutex mutex_;
   std::map<std::uint64_t, Peer> peers_;
   std::uint64_t next_ = 0;
   std::uint64_t answers_ = 0;
-  int handshakes_ = 0;
   bool closing_ = false;
 };
 

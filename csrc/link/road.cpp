@@ -16,6 +16,7 @@ constexpr std::int32_t kUrgent = 10;
 constexpr std::uint64_t kFirstEchoes = 4;
 constexpr std::uint64_t kEchoEvery = 8;
 constexpr std::size_t kMostAsked = 256;
+constexpr double kLongestTrip = 1e6;  // ms
 
 std::uint64_t clock_ticks(TimePoint time) {
   return static_cast<std::uint64_t>(std::chrono::nanoseconds(time.time_since_epoch()).count());
@@ -224,12 +225,18 @@ void Road::on_tick(TimePoint now, Duration interval, bool wants_answer) {
   if (beat) pulse(header, {});
 }
 
-void Road::on_echo(std::uint64_t asked, TimePoint now) {
-  const std::lock_guard lock(mutex_);
-  if (asked > clock_ticks(now)) return;
-  if (asked_.empty() || clock_ticks(asked_.front()) > asked) return;
-  while (!asked_.empty() && clock_ticks(asked_.front()) <= asked) asked_.pop_front();
-  ++answers_;
+std::optional<double> Road::on_echo(std::uint64_t asked, TimePoint now) {
+  const std::uint64_t ticks = clock_ticks(now);
+  if (asked > ticks) return std::nullopt;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!asked_.empty() && clock_ticks(asked_.front()) <= asked) {
+      while (!asked_.empty() && clock_ticks(asked_.front()) <= asked) asked_.pop_front();
+      ++answers_;
+    }
+  }
+  const double milliseconds = static_cast<double>(ticks - asked) / 1e6;
+  return milliseconds > kLongestTrip ? std::nullopt : std::optional(milliseconds);
 }
 
 void Road::forgive() {

@@ -49,7 +49,8 @@ class Road : public std::enable_shared_from_this<Road> {
 
   // Dials what is due, and asks whether it is heard: every `interval`, answered or not when `wants_answer`.
   void on_tick(TimePoint now, Duration interval, bool wants_answer);
-  void on_echo(std::uint64_t asked, TimePoint now);
+  // The answer to what was asked then; how long it took in ms, none for a time at which nothing can have been asked.
+  std::optional<double> on_echo(std::uint64_t asked, TimePoint now);
   void forgive();                                // this process stood still: unanswered questions say nothing
   Duration unanswered_for(TimePoint now) const;  // zero: nothing is open
   int answers() const;                           // since forget_answers()

@@ -2,7 +2,6 @@
 // itself?) and for tests that play a hostile peer.
 #include <atomic>
 #include <condition_variable>
-#include <cstring>
 #include <functional>
 #include <mutex>
 #include <string>
@@ -20,13 +19,6 @@ namespace {
 
 TimePoint in_seconds(double seconds) {
   return after(Clock::now(), std::chrono::duration_cast<Duration>(std::chrono::duration<double>(seconds)));
-}
-
-iroh::SecretKey to_key(const std::string& bytes) {
-  iroh::SecretKey key{};
-  if (bytes.size() != key.size()) throw Error(ErrorKind::invalid, "a secret key has 32 bytes");
-  std::memcpy(key.data(), bytes.data(), key.size());
-  return key;
 }
 
 // Counts what many completions did, and lets one thread wait for the sum.
@@ -172,7 +164,7 @@ class RawEndpoint {
     options.alpns = {alpn};
     options.bind_addr = bind;
     for (const auto& [url, token] : relays) options.relays.push_back({url, token});
-    if (secret_key) options.secret_key = to_key(*secret_key);
+    if (secret_key) options.secret_key = iroh::secret_key_of(*secret_key);
     endpoint_ = iroh::Endpoint::bind(options).get(in_seconds(10));
   }
 
@@ -257,7 +249,9 @@ void bind_endpoint(py::module_& module) {
   module.attr("ALPN") = link::kAlpn;
   module.def(
       "public_key",
-      [](const py::bytes& secret_key) { return iroh::to_hex(iroh::public_key(to_key(std::string(secret_key)))); },
+      [](const py::bytes& secret_key) {
+        return iroh::to_hex(iroh::public_key(iroh::secret_key_of(std::string(secret_key))));
+      },
       py::arg("secret_key"), "The endpoint id, in hex, of a secret key of 32 bytes.");
 }
 

@@ -1,8 +1,6 @@
 // The observer for the relay's command. It answers on the core's own threads; Python starts and ends it.
 #include "link/observer.hpp"
 
-#include <cstring>
-
 #include "python/module.hpp"
 
 namespace py = pybind11;
@@ -17,11 +15,8 @@ void bind_observer(py::module_& module) {
              if (!iroh::is_socket_address(bind)) {
                throw Error(ErrorKind::invalid, "the observer's address is '" + bind + "'; allowed: ip:port");
              }
-             const std::string_view bytes = secret_key;
-             iroh::SecretKey key{};
-             if (bytes.size() != key.size()) throw Error(ErrorKind::invalid, "a secret key has 32 bytes");
-             std::memcpy(key.data(), bytes.data(), key.size());
-             auto observer = std::make_shared<Observer>(link::ObserverOptions{bind, key, most_connections});
+             auto observer = std::make_shared<Observer>(
+                 link::ObserverOptions{bind, iroh::secret_key_of(std::string_view(secret_key)), most_connections});
              const py::gil_scoped_release release;
              observer->start();
              return observer;
