@@ -186,7 +186,7 @@ Of this process; the first group decides, later groups must leave them unset or 
     connect_timeout (float): seconds to reach a peer; default 10.
     bind (str): "ip:port" to listen on, e.g. "127.0.0.1:0"; default: every interface, any port.
     relay (str): how peers are reached that cannot be reached directly: URLs of relays, separated by commas
-        (``torch-iroh relay`` prints its own), "n0" for iroh's public relays, or "none", the default without a ticket.
+        (``torch-iroh relay`` prints its own), "n0" for iroh's public relays, or "none", the default.
     relay_token (str): the password that these relays ask for. Better in TORCH_IROH_RELAY_TOKEN; repr does not show it.
     observer (str): endpoints that tell this process its address as seen from outside, "<id>@ip:port", separated by
         commas. Without one, two processes that are both behind a NAT meet on a relay only.

@@ -1,6 +1,6 @@
 """`torch-iroh lab`: rehearses a run on this machine, in homes whose NATs and lines you choose.
 
-$ torch-iroh lab --homes 2 --up 20 --down 100 --delay 30 -- torchrun --nnodes {n} --node-rank {i} train.py
+$ torch-iroh lab --homes 2 --up 20 --down 100 --delay 30 --relay -- env RANK={i} WORLD_SIZE={n} python train.py
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ trouble (--trouble): one thing at a time, drawn from --seed
 
 exit code: the worst of the command's; 2 if the laboratory cannot be made; 1 if the relay or trouble failed
 
-example, four homes whose direct ways are cut now and then:
+example, four homes whose direct ways are cut now and then; behind their NATs they meet in a file that all see, so
+train.py says dist.init_process_group("iroh", init_method="file:///tmp/run1", rank=..., world_size=...):
   torch-iroh lab --homes 4 --up 20 --down 100 --delay 30 --nat port --relay --trouble 5 --within 60 -- \\
-    torchrun --nnodes {{n}} --nproc-per-node 1 --rdzv-backend iroh --rdzv-endpoint file:///tmp/run1 train.py"""
+    env RANK={{i}} WORLD_SIZE={{n}} python train.py"""
 
 
 def _table(of: dict[str, str]) -> str:

@@ -140,14 +140,14 @@ def _announce(server: RelayServer, given: argparse.Namespace) -> None:
         }
         print(json.dumps(told), flush=True)
         return
-    ticket = ["torch-iroh ticket new", f"--relay {server.relay_url}"]
+    members = [f"TORCH_IROH_RELAY={server.relay_url}"]
     print(f"relay: {server.relay_url}")
     if server.observer is not None:
         print(f"observer: {server.observer}")
-        ticket.append(f"--observer {server.observer}")
+        members.append(f"TORCH_IROH_OBSERVER={server.observer}")
     if not server.access.open_to_all:
-        ticket.append(f"--relay-token-file {given.token_file[0] if given.token_file else 'FILE'}")
-    print(f"ticket: {' '.join(ticket)}", flush=True)
+        members.append("TORCH_IROH_RELAY_TOKEN=TOKEN")
+    print(f"on each machine: export {' '.join(members)}", flush=True)
 
 
 async def _run(given: argparse.Namespace, options: RelayOptions) -> None:
